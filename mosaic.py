@@ -1,0 +1,240 @@
+"""Mosaic's advantages: every formula of the method, M1 to M12, as pure functions of tensors.
+
+A trajectory is a set of sessions: compaction rewrites its context, subagents work in fresh ones. GRPO gives
+it one scalar, and so every session the same credit. Mosaic changes that on two levels:
+- trajectory level, a session-count signal inside the outcome advantage (M3 to M5): among the successes of a
+  group fewer sessions earn more; among the failures giving up early costs more than trying on.
+- session level, the marginal information gain (M7 to M10): how much likelier the policy finds the reference
+  answer after a session than before it, compared with sessions of the same kind in the group.
+Their sum (M11) is one advantage per session, given to all its tokens in the clipped policy loss (M12).
+
+Left out on purpose: the potential Phi itself (M6, see phi.py); a KL term, an entropy bonus, a critic; credit
+for what a subagent's result brings about later on (a session is paid for its immediate gain only).
+_G trajectories of a group, _N sessions of one, _T tokens; ragged things are lists of G tensors [N_i]. Lists
+or tensors go in; statistics are in float64; float32 without gradient comes out. Wrong input is a ValueError.
+
+    python -m pytest -q --doctest-modules mosaic.py test_mosaic.py
+"""
+
+import torch
+
+KINDS = ("normal", "compact", "subagent")
+SUCCESS = 0.5  # a reward above this is a success
+NOISE = 4 * torch.finfo(torch.float32).eps  # relative size below which a difference is float32 rounding
+
+
+# ---- Shared by the formulas --------------------------------------------------------------------------------
+def _check(condition, message):
+    if not condition:
+        raise ValueError(message)
+
+
+def _vector(values, name):
+    try:
+        vector = torch.as_tensor(values, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be numbers: {error}") from None
+    _check(vector.dim() == 1 and len(vector) > 0, f"{name} must be a non-empty row, not {list(vector.shape)}")
+    _check(torch.isfinite(vector).all(), f"{name} must be finite, not {vector.tolist()}")
+    return vector
+
+
+def _check_kinds(kinds, group_size):
+    _check(len(kinds) == group_size, f"kinds of {len(kinds)} trajectories for a group of {group_size}")
+    for kinds_N in kinds:
+        _check(kinds_N and set(kinds_N) <= set(KINDS), f"sessions of kinds {kinds_N}; known are {KINDS}")
+
+
+def _standardise(x):
+    deviation = x - x.mean()
+    # critical: equal float32 values can differ in the last bit; over 1e-6 that noise would be a signal.
+    if len(x) < 2 or deviation.abs().max() <= NOISE * max(1.0, x.abs().max().item()):
+        return torch.zeros_like(x)
+    return deviation / (x.std() + 1e-6)
+
+
+# ---- M1, M2: one advantage per trajectory, the same for all its sessions -----------------------------------
+def grpo_advantage(rewards):
+    """M1: A_i = (R_i - mean(R)) / (std(R) + 1e-6), std with n-1; 0 where all rewards are equal.
+    rewards [G] -> [G]. ValueError: empty group; a reward that is missing (None), NaN or infinite.
+    >>> grpo_advantage([1, 0, 0, 0])
+    tensor([ 1.5000, -0.5000, -0.5000, -0.5000])
+    """
+    return _standardise(_vector(rewards, "rewards")).float()
+
+
+def broadcast_advantage(rewards, kinds):
+    """M2, the baseline: A_ij = A_i for every session.
+    rewards [G], kinds G lists [N_i] -> G tensors [N_i]. ValueError: as M1; unknown kind; unequal lengths.
+    >>> broadcast_advantage([1, 0], [["normal", "compact", "normal"], ["normal"]])
+    [tensor([0.7071, 0.7071, 0.7071]), tensor([-0.7071])]
+    """
+    advantage_G = grpo_advantage(rewards)
+    _check_kinds(kinds, len(advantage_G))
+    return [advantage.repeat(len(kinds_N)) for advantage, kinds_N in zip(advantage_G, kinds)]
+
+
+# ---- M3 to M5: the session-count signal, at trajectory level -----------------------------------------------
+def centred_rank(counts):
+    """M3: u_i = 2 f_i - 1, f_i = (#{k: N_k < N_i} + 0.5 #{k != i: N_k = N_i}) / (n - 1), f = 0.5 if n = 1.
+    counts [n], sessions of each success (or failure) of a group -> u [n]. ValueError: empty, not finite.
+    >>> centred_rank([1, 2, 2, 5])
+    tensor([-1.,  0.,  0.,  1.])
+    """
+    counts = _vector(counts, "counts")
+    fewer = (counts[None, :] < counts[:, None]).sum(1)
+    ties = (counts[None, :] == counts[:, None]).sum(1) - 1  # each one ties with itself
+    f = (fewer + 0.5 * ties) / (len(counts) - 1) if len(counts) > 1 else torch.full_like(counts, 0.5)
+    return (2 * f - 1).float()
+
+
+def session_aware_advantage(rewards, counts, rho=0.2, beta0=0.1, beta1=0.2):
+    """M4: A_i^sat = (1 - rho u_i) A_i. M5, for a homogeneous group: all succeed, A_i^sat = -beta1 u_i;
+    all fail, A_i^sat = beta0 min(u_i, 0), so giving up early is penalised and wandering never rewarded.
+    M4's orderings are promised for rewards 0 and 1. Graded ones all above 0.5, or none, take M5 as well: M1
+    makes some successes of such a group negative, and for a negative success M4 prefers more sessions.
+    rewards [G], counts [G] -> [G]. ValueError: as M1; rho outside 0 <= rho < 1; beta < 0; unequal lengths.
+    >>> session_aware_advantage([1, 1, 0, 0], [1, 3, 1, 3])
+    tensor([ 1.0392,  0.6928, -1.0392, -0.6928])
+    """
+    rewards_G, counts_G = _vector(rewards, "rewards"), _vector(counts, "counts")
+    _check(len(counts_G) == len(rewards_G), f"{len(counts_G)} session counts for {len(rewards_G)} rewards")
+    _check(0 <= rho < 1, f"rho must be in [0, 1), else it can turn the sign of the outcome; it is {rho}")
+    _check(0 <= beta0 < torch.inf and 0 <= beta1 < torch.inf, f"a beta is not >= 0: {beta0}, {beta1}")
+    success_G = rewards_G > SUCCESS
+    u_G = torch.zeros_like(rewards_G)
+    # critical: two ranks, not one, else u carries the outcome and the group mean of M4 is not 0.
+    for part_G in (success_G, ~success_G):
+        if part_G.any():
+            u_G[part_G] = centred_rank(counts_G[part_G]).double()
+    if success_G.all():
+        return (-beta1 * u_G).float()
+    if not success_G.any():
+        return (beta0 * u_G.clamp(max=0)).float()
+    return ((1 - rho * u_G) * grpo_advantage(rewards_G)).float()
+
+
+# ---- M7, M8: the marginal information gain, at session level (M6, the potential Phi, is phi.py) ------------
+def information_gain(before, after):
+    """M7: r_j = Phi(v_j) - Phi(v_j-1), and 0 for the final session, which states the answer.
+    before, after [N], Phi around each session of a trajectory -> [N]. ValueError: empty, unequal, not finite.
+    >>> information_gain([-4.0, -2.5, -3.0], [-2.5, -3.0, -0.1])
+    tensor([ 1.5000, -0.5000,  0.0000])
+    """
+    before_N, after_N = _vector(before, "before"), _vector(after, "after")
+    _check(len(before_N) == len(after_N), f"Phi before {len(before_N)} sessions and after {len(after_N)}")
+    gain_N = after_N - before_N
+    gain_N[-1] = 0  # critical: stating an answer makes it likely; the outcome reward pays for that already.
+    return gain_N.float()
+
+
+def normalise_by_kind(gains, kinds, pooled=False):
+    """M8: r^_ij = (r_ij - mean) / (std + 1e-6) over all non-final sessions of that kind in the group.
+    A kind seen once or without spread gets 0. Final sessions are in no statistic and get 0.
+    gains G tensors [N_i], kinds G lists [N_i] -> G tensors [N_i]. pooled=True: one statistic over all kinds,
+    to compare with: it is biased against compact sessions. ValueError: empty, unequal, not finite, unknown.
+    >>> kinds = [["normal", "compact", "normal"], ["normal", "compact", "normal"]]
+    >>> normalise_by_kind([[2.0, -0.5, 0.0], [1.0, -0.1, 0.0]], kinds)
+    [tensor([ 0.7071, -0.7071,  0.0000]), tensor([-0.7071,  0.7071,  0.0000])]
+    """
+    _check(gains is not None and len(gains) > 0, "gains must hold one trajectory or more")
+    gains = [_vector(gain_N, "gains of a trajectory") for gain_N in gains]
+    _check_kinds(kinds, len(gains))
+    members = {}
+    for i, (gain_N, kinds_N) in enumerate(zip(gains, kinds)):
+        _check(len(gain_N) == len(kinds_N), f"{len(gain_N)} gains for {len(kinds_N)} sessions")
+        # critical: [:-1], else the zeros of final sessions, set and not measured, pull their kind's mean.
+        for j, kind in enumerate(kinds_N[:-1]):
+            members.setdefault("any" if pooled else kind, []).append((i, j))
+    normalised = [torch.zeros_like(gain_N).float() for gain_N in gains]
+    for places in members.values():
+        scores = _standardise(torch.stack([gains[i][j] for i, j in places]))
+        for (i, j), score in zip(places, scores):
+            normalised[i][j] = score
+    return normalised
+
+
+# ---- M9 to M11: both levels together -----------------------------------------------------------------------
+def mosaic_advantage(rewards, kinds, gains, rho=0.2, beta0=0.1, beta1=0.2, lam=0.1,
+                     session_aware=True, shaping=True, pooled=False):  # fmt: skip
+    """M11: A_ij = A_i^sat + lam r^_ij after M9, failure gate: in an all-failure group r^ <- min(r^, 0), and
+    M10, direction gate: a sum that is 0, or not on A_i^sat's side of 0, is dropped for A_i^sat itself.
+    rewards [G], kinds G lists [N_i], gains G tensors [N_i] from M7 -> G tensors [N_i].
+    Ablations: session_aware=False has M1's A_i for A_i^sat; shaping=False leaves r^ out and never looks at
+    gains (None will do); both together are M2. ValueError: as M1, M4 and M8; a negative lam.
+    >>> kinds = [["normal", "compact", "normal"], ["normal", "compact", "normal"]]
+    >>> mosaic_advantage([1, 0], kinds, [[2.0, -0.5, 0.0], [1.0, -0.1, 0.0]])
+    [tensor([0.7778, 0.6364, 0.7071]), tensor([-0.7778, -0.6364, -0.7071])]
+    """
+    _check(0 <= lam < torch.inf, f"lam must be finite and not negative; it is {lam}")
+    base_GN = broadcast_advantage(rewards, kinds)
+    if session_aware:
+        sat_G = session_aware_advantage(rewards, [len(kinds_N) for kinds_N in kinds], rho, beta0, beta1)
+        base_GN = [sat.repeat(len(kinds_N)) for sat, kinds_N in zip(sat_G, kinds)]
+    if not shaping:
+        return base_GN
+    gain_GN = normalise_by_kind(gains, kinds, pooled)
+    # critical: the gate follows the z-score; clipped first, zeros can come out of it above 0.
+    if not any(reward > SUCCESS for reward in rewards):
+        gain_GN = [gain_N.clamp(max=0) for gain_N in gain_GN]
+    pairs = [(base_N, base_N + lam * gain_N) for base_N, gain_N in zip(base_GN, gain_GN)]
+    # critical: a sum that cancels down to rounding is 0 and has no sign; a base of 0 has none to keep.
+    return [torch.where((base_N == 0) | (sum_N / base_N > NOISE), sum_N, base_N) for base_N, sum_N in pairs]
+
+
+# ---- M12: the objective ------------------------------------------------------------------------------------
+def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_high=0.2):
+    """M12: -J = -sum_t weights_t min(w_t A_t, clip(w_t, 1-clip_low, 1+clip_high) A_t), w = exp(new - old).
+    All tensors [T], the sampled tokens of any part of the batch -> scalar to minimise.
+    weights are 1 / (G T_i), T_i the sampled tokens of the whole trajectory: the losses of all parts add up
+    to -J, however the batch is cut; no tokens, 0. ValueError: unequal shapes; a negative clip range.
+    >>> logprobs, old_logprobs = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.5, 0.125]).log()
+    >>> policy_loss(logprobs, old_logprobs, torch.ones(2), torch.tensor([0.5, 0.5]))
+    tensor(-1.1000)
+    """
+    shapes = [tuple(row.shape) for row in (logprobs, old_logprobs, advantages, weights)]
+    _check(len(set(shapes)) == 1 and logprobs.dim() == 1, f"all four must be [T], not {shapes}")
+    _check(0 <= clip_low <= 1 and clip_high >= 0, f"the clip range is wrong: {clip_low}, {clip_high}")
+    # critical: detached, else an old that shares the graph of the new cancels its gradient, silently.
+    ratio = torch.exp(logprobs - old_logprobs.detach())
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    # critical: a sum, never a mean: the denominators are in the weights, counted before any split.
+    return -(weights * torch.minimum(ratio * advantages, clipped * advantages)).sum()
+
+
+# ---- IGPO (arXiv 2510.14967), the turn-level baseline ------------------------------------------------------
+def igpo_advantage(rewards, turn_probs, gamma=1.0):
+    """Turns t < n earn p_t - p_t-1, z-scored over all of those in the group, p = exp(Phi) the probability of
+    the reference answer; turn n earns A_i of M1. A_it = sum over s >= t of gamma^(s - t) earned_is.
+    rewards [G], turn_probs G tensors [turns_i + 1], entry 0 at the prompt -> G tensors [turns_i].
+    ValueError: as M1; no turn; not a probability; unequal lengths; gamma outside 0 .. 1.
+    >>> igpo_advantage([1, 0], [[0.1, 0.4, 0.9], [0.1, 0.2, 0.2]])
+    [tensor([1.4142, 0.7071]), tensor([-1.4142, -0.7071])]
+    """
+    outcome_G = _standardise(_vector(rewards, "rewards"))
+    probs = [_vector(prob, "turn_probs of a trajectory") for prob in turn_probs]
+    _check(len(probs) == len(outcome_G), f"turns of {len(probs)} trajectories for {len(outcome_G)} rewards")
+    _check(0 <= gamma <= 1, f"gamma must be in [0, 1]; it is {gamma}")
+    for prob in probs:
+        good = len(prob) >= 2 and prob.min() >= 0 and prob.max() <= 1 + NOISE
+        _check(good, f"turn_probs must be two or more probabilities exp(Phi), not {prob.tolist()}")
+    changes = [prob[1:-1] - prob[:-2] for prob in probs]  # the last turn's change is not among them
+    scores = _standardise(torch.cat(changes)).split([len(change) for change in changes])
+    advantages = [torch.cat([score, outcome[None]]) for score, outcome in zip(scores, outcome_G)]
+    for advantage in advantages:
+        for t in reversed(range(len(advantage) - 1)):
+            advantage[t] += gamma * advantage[t + 1]
+    return [advantage.float() for advantage in advantages]
+
+
+# ---- From another paper: truncated importance sampling -----------------------------------------------------
+def truncated_importance(trainer_logprobs, engine_logprobs, cap=2.0):
+    """min(exp(trainer - engine), cap), a factor for M12's weights where engine and trainer disagree a little.
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", not Mosaic's.
+    Tensors [T], log-probs of the sampled tokens -> [T], no gradient. ValueError: unequal shapes; cap <= 0.
+    >>> truncated_importance(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.4, 0.1]).log())
+    tensor([1.2500, 2.0000])
+    """
+    _check(trainer_logprobs.dim() == 1 and trainer_logprobs.shape == engine_logprobs.shape, "not both [T]")
+    _check(cap > 0, f"cap must be positive; it is {cap}")
+    return torch.exp(trainer_logprobs - engine_logprobs).clamp(max=cap).detach()

@@ -1,0 +1,173 @@
+"""Log-likelihoods: Phi for credit (M6, M7), token log-probabilities for the loss (M12).
+
+Phi(v) = (1/|y*|) sum_t log pi(y*_t | v, cue, y*_<t), in nats per token, says how likely the policy holds the
+reference answer y*, were it asked for it (by a fixed cue) right after context v. M7 wants it at every session
+boundary, and `potentials` gets it, segment by segment, in the cheaper of two ways:
+
+    rows   every boundary is a row [context, cue, answer] of a padded batch
+    walk   the segment is read once into a cache; at every boundary a copy of the cache reads [cue, answer]
+
+All goes through `forward_logprobs`, the one function that touches parameters: "before" and "after", old and new
+policy are computed alike. Plain and hybrid (Gated DeltaNet) models will do. Left out on purpose: models that
+reshape logits after lm_head (soft-capping); packed rows and cropped caches, silently wrong on hybrids; a fused
+linear cross-entropy, which gives no entropy. Check it: python -m pytest --doctest-modules phi.py test_mosaic.py
+"""
+
+import copy
+from functools import partial
+from itertools import pairwise
+from types import MethodType
+
+import torch
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
+
+FORWARD_TOKENS = 64  # a forward costs at least this many tokens of a long one: CALIBRATE
+
+# ---- Token log-probabilities (M12) ----
+
+
+def forward_logprobs(model, ids_BT, wanted_BT, cache=None, chunk=512, temperature=1.0):
+    """log pi(token t+1 | tokens ..t) and the policy's entropy there (nats, [M] float32 each) at the M places
+    where wanted_BT [B, T-1] is True. The tokens in `cache` come before; the T-1 tokens read extend it.
+    """
+    # No attention mask: the padding is on the right, where no earlier token of a causal model sees it.
+    output = model.base_model(ids_BT[:, :-1], past_key_values=cache, use_cache=cache is not None)
+    hidden_MD, targets_M = output.last_hidden_state[wanted_BT], ids_BT[:, 1:][wanted_BT]
+
+    def head(hidden_CD, targets_C):
+        # critical: float32 before the sum over the vocabulary; bf16 leaves a log-probability two digits.
+        logp_CV = (model.get_output_embeddings()(hidden_CD).float() / temperature).log_softmax(-1)
+        fixed_CV = logp_CV.detach()
+        return logp_CV.gather(-1, targets_C[:, None])[:, 0], -(fixed_CV.exp() * fixed_CV).sum(-1)
+
+    # Checkpointed: only one chunk's logits exist at any time, the backward pass computes them anew.
+    chunks = zip(hidden_MD.split(chunk), targets_M.split(chunk))
+    pairs = [checkpoint(head, *pair, use_reentrant=False, preserve_rng_state=False) for pair in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*pairs))
+
+
+def bound_forward(model):
+    """`forward_logprobs` of the model; of a sharded one as a method for which FSDP gathers the parameters."""
+    if isinstance(model, FSDPModule) and not hasattr(model, "forward_logprobs"):
+        model.forward_logprobs = MethodType(forward_logprobs, model)
+        register_fsdp_forward_method(model, "forward_logprobs")
+    return getattr(model, "forward_logprobs", partial(forward_logprobs, model))
+
+
+def batches_by_length(lengths, token_budget):
+    """Row indices, sorted by length, cut so that rows * longest <= token_budget; a longer row goes alone.
+
+    >>> batches_by_length([3, 9, 2, 3], token_budget=8)
+    [[2, 0], [3], [1]]
+    """
+    batches = []
+    for k in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batches and (len(batches[-1]) + 1) * lengths[k] <= token_budget:
+            batches[-1].append(k)
+        else:
+            batches.append([k])
+    return batches
+
+
+def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entropy=False, **options):
+    """log pi(token t+1 | tokens ..t) in nats, with gradient: for each sequence (token ids [T]) a float32 tensor
+    [T-1] on the model's device, or only the entries where `wanted` (bool masks [T-1], as sampled[1:]) is True.
+    `with_entropy` returns (log-probs, entropies), the latter without gradient. `options`: temperature=1.0, by
+    which logits are divided, and chunk=512, the tokens whose logits are held at a time.
+    """
+    wanted = [[True] * (len(ids) - 1) for ids in sequences] if wanted is None else wanted
+    if [max(1, len(mask)) for mask in wanted] != [len(ids) - 1 for ids in sequences]:
+        raise ValueError("every sequence needs T >= 2 tokens and a mask of length T-1")
+    logprobs, entropies = [None] * len(sequences), [None] * len(sequences)
+    for batch in batches_by_length([len(ids) for ids in sequences], token_budget):
+        ids_BT, wanted_BT = (
+            pad_sequence([torch.as_tensor(rows[k]) for k in batch], batch_first=True).to(model.device)
+            for rows in (sequences, wanted)
+        )
+        both = bound_forward(model)(ids_BT, wanted_BT, **options)
+        parts = (values_M.split(wanted_BT.sum(1).tolist()) for values_M in both)
+        for k, logprobs_M, entropies_M in zip(batch, *parts):
+            logprobs[k], entropies[k] = logprobs_M, entropies_M
+    return (logprobs, entropies) if with_entropy else logprobs
+
+
+# ---- Phi (M6) ----
+
+
+def check(contexts, answers):
+    if len(contexts) != len(answers) or not all(map(len, [*contexts, *answers])):
+        raise ValueError("Phi needs as many answers as contexts, and no answer or context may be empty")
+
+
+@torch.no_grad()
+def answer_logprob(model, contexts, answers, token_budget=16384):
+    """Phi, the mean log-likelihood in nats per token of answers[k] after contexts[k] (lists of token ids; the
+    cue ends the context): [n] float32 on the CPU. Equal pairs (a group's task prompt) are computed once.
+    """
+    check(contexts, answers)
+    pairs = [(tuple(context), tuple(answer)) for context, answer in zip(contexts, answers)]
+    distinct = list(dict.fromkeys(pairs))
+    # critical: the mean is over the answer alone; its first token is predicted at the context's last.
+    wanted = [[False] * (len(context) - 1) + [True] * len(answer) for context, answer in distinct]
+    logprobs = token_logprobs(model, [context + answer for context, answer in distinct], wanted, token_budget)
+    phi = {pair: logprobs_A.mean() for pair, logprobs_A in zip(distinct, logprobs)}
+    return torch.tensor([phi[pair] for pair in pairs])
+
+
+def contexts_at(segment_ids, positions, cue):
+    for p in positions:
+        if not 0 <= p <= len(segment_ids):
+            raise ValueError(f"position {p} is outside the segment of {len(segment_ids)} tokens")
+    return [[*segment_ids[:p], *cue] for p in positions]
+
+
+@torch.no_grad()
+def segment_potentials(model, segment_ids, positions, cue, answer):
+    """Phi of the contexts segment_ids[:p] + cue for p in `positions` (any order, repeats are free) in one walk
+    over the segment: [len(positions)] float32 on the CPU, nats per token.
+    """
+    contexts = contexts_at(segment_ids, positions, cue)
+    check(contexts, [answer] * len(contexts))
+    cache, walked, phi = DynamicCache(config=model.config), 0, {}
+
+    def read(ids, n_wanted, cache):
+        ids_BT = torch.tensor([ids], device=model.device)
+        wanted_BT = torch.arange(len(ids) - 1, 0, -1, device=model.device)[None] <= n_wanted
+        return bound_forward(model)(ids_BT, wanted_BT, cache)[0]
+
+    training = model.training
+    model.eval()  # critical: in training mode, gradient checkpointing drops the cache, with a mere warning.
+    for p, context in sorted(dict(zip(positions, contexts)).items()):
+        if walked < p - 1:
+            read(context[walked:p], 0, cache)
+            walked = p - 1  # the probe reads token p - 1 too: it predicts the cue or, without one, the answer
+        # critical: a probe writes recurrent states in place; keys and values are rebound and can be shared.
+        kv = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+        probe_cache = copy.deepcopy(cache, {id(tensor): tensor for tensor in kv})
+        phi[p] = read([*context, *answer][walked:], len(answer), probe_cache).mean()
+    model.train(training)
+    return torch.tensor([phi[p] for p in positions])
+
+
+def potentials(model, requests, cue, token_budget=16384):
+    """Phi for requests (segment_ids, positions, answer): a list of float32 tensors [len(positions)] on the CPU,
+    nats per token. A segment is walked, or its contexts join one batch of rows: whichever reads fewer tokens.
+    """
+    results, contexts, answers = [None] * len(requests), [], []
+    for k, (segment_ids, positions, answer) in enumerate(requests):
+        stops, probe = sorted(set(positions)), len(cue) + len(answer)
+        pieces = [b - a for a, b in pairwise([0, *stops])]
+        walk = sum(max(piece, FORWARD_TOKENS) + max(probe, FORWARD_TOKENS) for piece in pieces)
+        if walk < sum(stop + probe for stop in stops):
+            results[k] = segment_potentials(model, segment_ids, positions, cue, answer)
+        else:
+            contexts += contexts_at(segment_ids, positions, cue)
+            answers += [answer] * len(positions)
+    rows = iter(answer_logprob(model, contexts, answers, token_budget))
+    for k, (_, positions, _) in enumerate(requests):
+        if results[k] is None:
+            results[k] = torch.tensor([next(rows) for _ in positions])
+    return results
