@@ -1,56 +1,78 @@
 """Evaluation: held-out accuracy, what the sessions were worth, and trajectories for a person to read.
 
-python eval.py --model runs/compaction-mosaic-0/checkpoint            # sampled; add --greedy
-python eval.py --show runs/compaction-mosaic-0/trajectories.jsonl     # the credit of each session
+Left out on purpose: pass@k, majority votes, other benchmarks' scorers.
+
+    python eval.py --model runs/compaction-mosaic-0/checkpoint            # sampled; or --greedy
+    python eval.py --show runs/compaction-mosaic-0/trajectories.jsonl     # the credit of each session
 """
 
 import asyncio
 import dataclasses
 import json
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from tqdm import tqdm
+from transformers.hf_argparser import HfArg
 
 import harness
 import mosaic
 import phi
-from harness import Limits, Trajectory, option
+from harness import Limits, Trajectory
 
-# ------------------------------------------------------------------------------------ what sessions are worth
+# ---- Rollouts and what their sessions are worth ------------------------------------------------------------
 
 
-def potentials_at(model, trajectories: list[Trajectory], wanted: dict, chat, token_budget: int) -> dict:
-    """Phi (M6) of {(trajectory, segment): positions} -> {(trajectory, segment, position): nats per token}."""
+def roll_out(tasks: list, engine, chat, limits: Limits, tools=None, progress: str = "") -> list[Trajectory]:
+    """One rollout per task, all at once; `progress` names the bar that counts them."""
+    bar = tqdm(total=len(tasks), desc=progress, leave=False, disable=not progress)
+
+    async def one(task):
+        trajectory = await harness.rollout(task, engine, chat, limits=limits, tools=tools)
+        bar.update()
+        return trajectory
+
+    async def everything():
+        return await asyncio.gather(*[one(task) for task in tasks])
+
+    with bar:
+        return asyncio.run(everything())
+
+
+def potentials_at(model, trajectories: list[Trajectory], places: list, chat, token_budget: int) -> dict:
+    """Phi (M6) at places (i, segment, position) of trajectories[i] -> {place: nats per answer token}."""
+    positions = {}
+    for i, segment, position in places:
+        positions.setdefault((i, segment), []).append(position)
     requests = []
-    for (i, segment), positions in wanted.items():
+    for (i, segment), positions_P in positions.items():
         answer = chat.foreign(trajectories[i].task.answer)
-        requests.append((trajectories[i].segments[segment].token_ids, positions, answer))
+        requests.append((trajectories[i].segments[segment].token_ids, positions_P, answer))
     found = phi.potentials(model, requests, chat.cue, token_budget) if requests else []
-    values = {}
-    for ((i, segment), positions), phi_P in zip(wanted.items(), found):
-        values.update({(i, segment, position): value for position, value in zip(positions, phi_P.tolist())})
-    return values
+    rows = zip(positions.items(), found)
+    return {
+        (*key, p): value
+        for (key, positions_P), phi_P in rows
+        for p, value in zip(positions_P, phi_P.tolist())
+    }
 
 
 def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: int = 16384) -> None:
-    """Write Phi before and after, and the information gain (M7), into every session but the final ones."""
-    wanted = {}
-    for i, trajectory in enumerate(trajectories):
-        for session in trajectory.sessions[:-1]:
-            for segment, position in (session.before, session.after):
-                wanted.setdefault((i, segment), []).append(position)
-    values = potentials_at(model, trajectories, wanted, chat, token_budget)
-    for i, trajectory in enumerate(trajectories):
-        for session in trajectory.sessions[:-1]:
-            session.phi_before = values[i, *session.before]
-            session.phi_after = values[i, *session.after]
-        before = [session.phi_before for session in trajectory.sessions]
-        after = [session.phi_after for session in trajectory.sessions]
-        for session, gain in zip(trajectory.sessions, mosaic.information_gain(before, after).tolist()):
+    """Write Phi before and after it, and its information gain (M7), into every session but the final ones."""
+    paid = [(i, session) for i, t in enumerate(trajectories) for session in t.sessions[:-1]]
+    places = [(i, *place) for i, session in paid for place in (session.before, session.after)]
+    values = potentials_at(model, trajectories, places, chat, token_budget)
+    for i, session in paid:
+        session.phi_before, session.phi_after = values[i, *session.before], values[i, *session.after]
+    for t in trajectories:
+        gain_N = mosaic.information_gain(
+            [s.phi_before for s in t.sessions], [s.phi_after for s in t.sessions]
+        )
+        for session, gain in zip(t.sessions, gain_N.tolist()):
             session.gain = gain
 
 
@@ -66,84 +88,59 @@ def wilson(successes: float, n: int) -> list[float]:
     return [centre - half, centre + half]
 
 
+def average(values) -> float | None:
+    values = list(values)
+    return fmean(values) if values else None
+
+
 def summarise(trajectories: list[Trajectory]) -> dict:
-    """The figures of a batch; None where there is nothing to average. Gains are in nats per answer token."""
-    t = [trajectory for trajectory in trajectories if trajectory.reward is not None]
-    wins = [trajectory for trajectory in t if trajectory.reward > mosaic.SUCCESS]
-    losses = [trajectory for trajectory in t if trajectory.reward <= mosaic.SUCCESS]
-    paid = [session for trajectory in t for session in trajectory.sessions[:-1]]
-    segments = [segment for trajectory in t for segment in trajectory.segments]
-    n_sessions = sum(len(trajectory.sessions) for trajectory in t)
-    n_tokens = sum(len(segment.token_ids) for segment in segments)
-
-    def average(values):
-        values = list(values)
-        return fmean(values) if values else None
-
+    """Figures of trajectories that have a reward; None where there is none. Gains: nats a token."""
+    wins = [t for t in trajectories if t.reward > mosaic.SUCCESS]
+    losses = [t for t in trajectories if t.reward <= mosaic.SUCCESS]
+    paid = [session for t in trajectories for session in t.sessions[:-1]]
+    n_sessions = [len(t.sessions) for t in trajectories]
+    n_tokens = [sum(len(segment.token_ids) for segment in t.segments) for t in trajectories]
     row = {
-        "n": len(t),
-        "reward": average(trajectory.reward for trajectory in t),
-        "sessions": average(len(trajectory.sessions) for trajectory in t),
-        "sessions_success": average(len(trajectory.sessions) for trajectory in wins),
-        "sessions_failure": average(len(trajectory.sessions) for trajectory in losses),
+        "n": len(trajectories),
+        "reward": average(t.reward for t in trajectories),
+        "sessions": average(n_sessions),
+        "sessions_success": average(len(t.sessions) for t in wins),
+        "sessions_failure": average(len(t.sessions) for t in losses),
         "positive_ig": average(session.gain > 0 for session in paid),
         "ig_per_session": average(session.gain for session in paid),
+        "tokens": average(n_tokens),
+        "tokens_per_session": sum(n_tokens) / max(1, sum(n_sessions)),
+        "malformed": sum(t.malformed for t in trajectories),
+        "stops": dict(Counter(t.stop for t in trajectories)),
     }
     for kind in mosaic.KINDS:
         mine = [session for session in paid if session.kind == kind]
-        row[f"sessions_{kind}"] = average(
-            sum(s.kind == kind for s in trajectory.sessions) for trajectory in t
-        )
+        row[f"sessions_{kind}"] = average(sum(s.kind == kind for s in t.sessions) for t in trajectories)
         row[f"positive_ig_{kind}"] = average(session.gain > 0 for session in mine)
         row[f"ig_per_session_{kind}"] = average(session.gain for session in mine)
-    row["tokens"] = n_tokens / max(1, len(t))
-    row["tokens_sampled"] = sum(sum(segment.sampled) for segment in segments) / max(1, len(t))
-    row["tokens_per_session"] = n_tokens / max(1, n_sessions)
-    row["malformed"] = sum(trajectory.malformed for trajectory in t)
-    row["stops"] = dict(Counter(trajectory.stop for trajectory in trajectories))
     return row
 
 
-# ------------------------------------------------------------------------------------------------ evaluation
+def evaluate(tasks: list, engine, chat, limits: Limits, tools=None, model=None, progress="evaluation"):
+    """One rollout per task; `model` scores the gains of its sessions. -> (summary, trajectories)."""
+    trajectories = roll_out(tasks, engine, chat, limits, tools, progress)
+    scored = [t for t in trajectories if t.reward is not None]
+    if not scored:
+        raise ValueError("evaluation: expected a verdict on one question at least; search or judge is down")
+    score_sessions(model, scored, chat)
+    successes = sum(t.reward > mosaic.SUCCESS for t in scored)
+    row = {"accuracy": successes / len(scored), "interval": wilson(successes, len(scored))}
+    return {**row, **summarise(scored), "dropped": len(trajectories) - len(scored)}, trajectories
 
 
-def evaluate(
-    tasks: list, engine, chat, mode: str, limits: Limits, tools=None, model=None
-) -> tuple[dict, list]:
-    """One rollout per task. -> (summary with accuracy and its Wilson interval, trajectories).
-
-    `model` scores the sessions' gains; None: they are not scored."""
-
-    async def gather(bar):
-        async def one(task):
-            trajectory = await harness.rollout(task, engine, chat, mode, limits, tools)
-            bar.update()
-            return trajectory
-
-        return await asyncio.gather(*[one(task) for task in tasks])
-
-    with tqdm(total=len(tasks), desc="evaluation", leave=False) as bar:
-        trajectories = asyncio.run(gather(bar))
-    scored = [trajectory for trajectory in trajectories if trajectory.reward is not None]
-    if model is not None:
-        score_sessions(model, scored, chat)
-    successes = sum(trajectory.reward > mosaic.SUCCESS for trajectory in scored)
-    interval = wilson(successes, len(scored)) if scored else None
-    row = {"accuracy": successes / max(1, len(scored)), "interval": interval, **summarise(trajectories)}
-    return row, trajectories
-
-
-# -------------------------------------------------------------------------------------------------- reading
+# ---- Reading -----------------------------------------------------------------------------------------------
 
 
 def describe(trajectory: Trajectory, chat) -> dict:
-    """A trajectory as plain data: what is written to trajectories.jsonl."""
-    row = {key: getattr(trajectory, key) for key in ("answer", "reward", "stop", "malformed")}
-    row |= {
-        "question": trajectory.task.question,
-        "reference": trajectory.task.answer,
-        "id": trajectory.task.id,
-    }
+    """A trajectory as plain data: a line of trajectories.jsonl."""
+    task = trajectory.task
+    row = {"id": task.id, "question": task.question, "reference": task.answer}
+    row |= {key: getattr(trajectory, key) for key in ("answer", "reward", "stop", "malformed")}
     row["sessions"] = []
     for session in trajectory.sessions:
         ids = trajectory.segments[session.segment].token_ids[session.start : session.stop]
@@ -152,86 +149,77 @@ def describe(trajectory: Trajectory, chat) -> dict:
 
 
 def show(path: str, n: int) -> None:
-    """Print the last `n` trajectories of a file, session by session with their credit."""
-    for number, row in harness.read_jsonl(path)[-n:]:
-        verdict = "no verdict" if row["reward"] is None else f"reward {row['reward']:g}"
-        print(f"\n{'=' * 100}\n{path}:{number}  step {row.get('step', '-')}  task {row['id']}")
-        print(
-            f"question:  {row['question']}\nreference: {row['reference']}\nanswer:    {row['answer'] or '(none)'}"
-        )
-        print(f"{verdict}, ended by: {row['stop']}, sessions: {len(row['sessions'])}")
+    """Print the last n trajectories of a file, session by session with their credit."""
+    for where, row in harness.read_jsonl(path)[-n:]:
+        print("=" * 100, f"\n{where}  step {row.get('step', '-')}, task {row['id']}", sep="")
+        for key in ("question", "reference", "answer"):
+            print(f"{key + ':':<11}{row[key] or '(none)'}")
+        print(f"reward {row['reward']}, ended by: {row['stop']}, sessions: {len(row['sessions'])}\n")
         for j, session in enumerate(row["sessions"], 1):
             final = j == len(row["sessions"])
-            print(f"\n--- session {j}: {session['kind']}{' (final: no gain of its own)' if final else ''}")
-            if not final:
-                print(
-                    f"    Phi {session['phi_before']:.3f} -> {session['phi_after']:.3f} nats per answer token"
-                )
-                print(
-                    f"    gain {session['gain']:+.3f}, normalised within its kind {session['normalised']:+.2f}"
-                )
-            print(f"    advantage {session['advantage']:+.3f}\n")
-            print("    " + session["text"].strip().replace("\n", "\n    "))
+            print(f"--- session {j}, {session['kind']}, advantage {session['advantage']:+.3f}")
+            change = f"{session['phi_before']:.3f} -> {session['phi_after']:.3f} nats per answer token"
+            gain = f"gain {session['gain']:+.3f}, within its kind {session['normalised']:+.2f}"
+            print("    final: no gain of its own" if final else f"    Phi {change}, {gain}")
+            print("      | " + session["text"].strip().replace("\n", "\n      | "), end="\n\n")
 
 
-# ----------------------------------------------------------------------------------------------- the program
+# ---- The program -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Config(Limits):
-    """Flags of an evaluation. Limits and mode come from the checkpoint (mosaic.json) unless a flag is given."""
+    """Flags of an evaluation. Those of `Limits` come from the checkpoint unless they are given."""
 
-    model: str = option("", "folder or hub id of the policy")
-    mode: str = option("compaction", "single, compaction, subagent or both")
-    tasks: str = option("", "JSONL file of tasks; empty: held-out tasks of the offline world")
-    corpus: str = option("", "JSONL file or folder of documents for --tasks")
-    n: int = option(512, "held-out tasks of the offline world; trajectories that --show prints")
-    seed: int = option(0, "seed of the sampling")
-    temperature: float = option(1.0, "sampling temperature")
-    greedy: bool = option(False, "always take the likeliest token")
-    out: str = option("", "file for a line a question; empty: eval-<sampled|greedy>.jsonl beside the model")
-    show: str = option("", "print the trajectories of this file, and do nothing else")
+    model: str = HfArg(default="", help="folder or hub id of the policy")
+    tasks: str = HfArg(default="", help="JSONL file of tasks; empty: held-out tasks of the offline world")
+    corpus: str = HfArg(default="", help="JSONL file or folder of documents to search for --tasks")
+    n: int = HfArg(default=512, help="held-out tasks of the offline world; trajectories that --show prints")
+    seed: int = HfArg(default=0, help="seed of the sampling")
+    temperature: float = HfArg(default=1.0, help="sampling temperature")
+    greedy: bool = HfArg(default=False, help="take the likeliest token always")
+    out: str = HfArg(default="", help="file for a line a question; empty: beside the model")
+    show: str = HfArg(default="", help="print the last trajectories of this file and do nothing else")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = harness.flag_parser(Config, {"mode": harness.MODES, "prompts": tuple(harness.PROMPTS)}, __doc__)
-    flags = vars(parser.parse_args(argv))
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        if flags.get("show"):
-            show(flags["show"], flags.get("n", 4))
-        else:
-            run(flags)
+        config = harness.parse_flags(Config, argv, __doc__)
+        saved = Path(config.model) / "mosaic.json"
+        if config.model and saved.exists():
+            inherited = json.loads(saved.read_text())
+            limits = {field.name: inherited[field.name] for field in dataclasses.fields(Limits)}
+            config = harness.parse_flags(Config, argv, __doc__, limits)
+        show(config.show, config.n) if config.show else run(config)
     except ValueError as error:
-        parser.error(str(error))
+        print(f"eval.py: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
-def run(flags: dict) -> None:
-    if not flags.get("model"):
+def run(config: Config) -> None:
+    if not config.model:
         raise ValueError("--model: expected the folder of a model to evaluate")
-    saved = Path(flags["model"]) / "mosaic.json"
-    inherited = json.loads(saved.read_text()) if saved.exists() else {}
-    names = {f.name for f in dataclasses.fields(Limits)} | {"mode", "temperature"}
-    config = Config(**{**{k: v for k, v in inherited.items() if k in names}, **flags})
+    if bool(config.tasks) != bool(config.corpus):
+        raise ValueError("--tasks, --corpus: expected both or neither")
+    tasks, tools = harness.offline_tasks(config.n, 0, "held-out"), None
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
-        if not config.corpus:
-            raise ValueError("--corpus: expected a file or folder of documents to search in for --tasks")
         tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
-    else:
-        tasks, tools = harness.offline_tasks(config.n, 0, "held-out"), None
     model, tokenizer = harness.load_policy(config.model)
     chat = harness.make_chat(tokenizer)
     temperature = 0.0 if config.greedy else config.temperature
     engine = harness.HFEngine(model, chat.close[0], temperature, config.seed)
-    summary, trajectories = evaluate(tasks, engine, chat, config.mode, config, tools, model)
-    name = "greedy" if config.greedy else "sampled"
-    out = Path(config.out or f"{config.model}/eval-{name}.jsonl")
+    summary, trajectories = evaluate(tasks, engine, chat, config, tools, model)
+    decoding = "greedy" if config.greedy else "sampled"
+    out = Path(config.out or f"{config.model}/eval-{decoding}.jsonl")
     with out.open("w", encoding="utf-8") as file:
         for trajectory in trajectories:
             file.write(json.dumps(describe(trajectory, chat), ensure_ascii=False) + "\n")
-    print(json.dumps({"decoding": name, "seed": config.seed, "file": str(out), **summary}, indent=1))
+    print(json.dumps({"decoding": decoding, "seed": config.seed, "file": str(out), **summary}, indent=1))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1 if not torch.cuda.is_available() else torch.get_num_threads())
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
     main()

@@ -5,18 +5,17 @@ reference answer y*, were it asked for it (by a fixed cue) right after context v
 boundary, and `potentials` gets it, segment by segment, in the cheaper of two ways:
 
     rows   every boundary is a row [context, cue, answer] of a padded batch
-    walk   the segment is read once into a cache; at every boundary a copy of the cache reads [cue, answer]
+    walk   the segment is read once into a cache; at every boundary a fork of the cache reads [cue, answer]
 
-All goes through `forward_logprobs`, the one function that touches parameters: "before" and "after", old and new
-policy are computed alike. Plain and hybrid (Gated DeltaNet) models will do. Left out on purpose: models that
-reshape logits after lm_head (soft-capping); packed rows and cropped caches, silently wrong on hybrids; a fused
-linear cross-entropy, which gives no entropy. Check it: python -m pytest --doctest-modules phi.py test_mosaic.py
+All parameters are read in `forward_logprobs` alone: old and new policy, "before" and "after" are computed
+alike, on plain and hybrid (Gated DeltaNet) models. Left out on purpose: models that reshape logits after lm_head
+(soft-capping); packed rows and cropped caches, silently wrong on hybrids; a fused linear cross-entropy, which
+gives no entropy. Check it: python -m pytest --doctest-modules phi.py test_mosaic.py
 """
 
 import copy
 from functools import partial
 from itertools import pairwise
-from types import MethodType
 
 import torch
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -52,7 +51,7 @@ def forward_logprobs(model, ids_BT, wanted_BT, cache=None, chunk=512, temperatur
 def bound_forward(model):
     """`forward_logprobs` of the model; of a sharded one as a method for which FSDP gathers the parameters."""
     if isinstance(model, FSDPModule) and not hasattr(model, "forward_logprobs"):
-        model.forward_logprobs = MethodType(forward_logprobs, model)
+        model.forward_logprobs = partial(forward_logprobs, model)
         register_fsdp_forward_method(model, "forward_logprobs")
     return getattr(model, "forward_logprobs", partial(forward_logprobs, model))
 
@@ -65,10 +64,9 @@ def batches_by_length(lengths, token_budget):
     """
     batches = []
     for k in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batches and (len(batches[-1]) + 1) * lengths[k] <= token_budget:
-            batches[-1].append(k)
-        else:
-            batches.append([k])
+        if not batches or (len(batches[-1]) + 1) * lengths[k] > token_budget:
+            batches.append([])
+        batches[-1].append(k)
     return batches
 
 
@@ -83,12 +81,10 @@ def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entro
         raise ValueError("every sequence needs T >= 2 tokens and a mask of length T-1")
     logprobs, entropies = [None] * len(sequences), [None] * len(sequences)
     for batch in batches_by_length([len(ids) for ids in sequences], token_budget):
-        ids_BT, wanted_BT = (
-            pad_sequence([torch.as_tensor(rows[k]) for k in batch], batch_first=True).to(model.device)
-            for rows in (sequences, wanted)
-        )
-        both = bound_forward(model)(ids_BT, wanted_BT, **options)
-        parts = (values_M.split(wanted_BT.sum(1).tolist()) for values_M in both)
+        ids, masks = ([torch.as_tensor(rows[k]) for k in batch] for rows in (sequences, wanted))
+        ids_BT, wanted_BT = (pad_sequence(rows, batch_first=True).to(model.device) for rows in (ids, masks))
+        both = bound_forward(model)(ids_BT, wanted_BT.bool(), **options)
+        parts = (values_M.split([int(mask.sum()) for mask in masks]) for values_M in both)
         for k, logprobs_M, entropies_M in zip(batch, *parts):
             logprobs[k], entropies[k] = logprobs_M, entropies_M
     return (logprobs, entropies) if with_entropy else logprobs
@@ -141,9 +137,10 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
     training = model.training
     model.eval()  # critical: in training mode, gradient checkpointing drops the cache, with a mere warning.
     for p, context in sorted(dict(zip(positions, contexts)).items()):
-        if walked < p - 1:
+        # The probe starts at token p - 1, which predicts the answer if the cue is empty; the last one reads all.
+        if walked < p - 1 and p < max(positions):
             read(context[walked:p], 0, cache)
-            walked = p - 1  # the probe reads token p - 1 too: it predicts the cue or, without one, the answer
+            walked = p - 1
         # critical: a probe writes recurrent states in place; keys and values are rebound and can be shared.
         kv = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
         probe_cache = copy.deepcopy(cache, {id(tensor): tensor for tensor in kv})
@@ -166,8 +163,8 @@ def potentials(model, requests, cue, token_budget=16384):
         else:
             contexts += contexts_at(segment_ids, positions, cue)
             answers += [answer] * len(positions)
-    rows = iter(answer_logprob(model, contexts, answers, token_budget))
-    for k, (_, positions, _) in enumerate(requests):
-        if results[k] is None:
-            results[k] = torch.tensor([next(rows) for _ in positions])
-    return results
+    rows = iter(answer_logprob(model, contexts, answers, token_budget).tolist())
+    return [
+        torch.tensor([next(rows) for _ in positions]) if phi is None else phi
+        for phi, (_, positions, _) in zip(results, requests)
+    ]
