@@ -145,7 +145,7 @@ def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[s
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected a readable file of JSON lines in UTF-8 ({error})") from None
-    rows = []
+    rows, ids = [], set()
     for where, line in ((f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()):
         try:
             row = json.loads(line)
@@ -154,21 +154,19 @@ def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[s
         for key in required:
             if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
                 raise ValueError(f"{where}: expected a JSON object with a non-empty string {key!r}")
+        if required and row.get("id", where) in ids:
+            raise ValueError(f"{where}: expected unique ids, found {row['id']!r} again")
+        ids.add(row.get("id", where))
         rows.append((where, row))
     if not rows:
         raise ValueError(f"{path}: expected at least one line with a JSON object, found none")
-    ids = Counter(row["id"] for _, row in rows if "id" in row)
-    if ids and ids.most_common(1)[0][1] > 1:
-        raise ValueError(f"{path}: expected unique ids, found {ids.most_common(1)[0][0]!r} more than once")
     return rows
 
 
 def load_tasks(path: str) -> list[Task]:
     """Tasks of a JSONL file with `question`, `answer` and optionally a unique `id`."""
-    rows = [row for _, row in read_jsonl(path, ("question", "answer"))]
-    return [
-        Task(r["question"].strip(), r["answer"].strip(), id=str(r.get("id", n))) for n, r in enumerate(rows)
-    ]
+    rows = enumerate(row for _, row in read_jsonl(path, ("question", "answer")))
+    return [Task(r["question"].strip(), r["answer"].strip(), id=str(r.get("id", n))) for n, r in rows]
 
 
 def load_corpus(path: str) -> dict[str, str]:
@@ -227,9 +225,7 @@ Several calls in one turn run at the same time. The tools:
 search(query): finds pages and shows one line of each
 visit(id): reads the page with that id"""
 
-DELEGATE = """
-delegate(task): hands a subtask, completely described, to an assistant who knows nothing else"""
-
+DELEGATE = "\ndelegate(task): hands a subtask, completely described, to an assistant who knows nothing else"
 ANSWER = "\nWhen you know the answer, write only it between <answer> and </answer>."
 
 PROMPTS = {
@@ -472,17 +468,12 @@ def make_run(task: Task, engine, chat: Chat, limits: Limits, tools) -> Run:
         tries = len(run.own("compact") + run.own("shorter")) + 2 * (len(chat.user([])) + ends)
         run.summary = tries + limits.max_summary_tokens + limits.max_summary_tokens // 2
         prompt = len(main_prompt(run, run.own("summary"))) + limits.max_summary_tokens
-    if prompt + run.turn + run.summary > run.context:
-        raise ValueError(
-            f"--max-context {limits.max_context}: expected at least {prompt + run.turn + run.summary}, "
-            f"for the prompt of task {task.id!r}, one turn and a summary"
-        )
-    responses = limits.max_parallel_calls * (len(chat.response([])) + 8)
-    if limits.max_response_tokens < responses:
-        raise ValueError(
-            f"--max-response-tokens {limits.max_response_tokens}: expected at least {responses} for "
-            f"{limits.max_parallel_calls} parallel calls"
-        )
+    need = prompt + run.turn + run.summary
+    if need > run.context:
+        raise ValueError(f"--max-context {limits.max_context}: expected {need} or more for task {task.id!r}")
+    need = limits.max_parallel_calls * (len(chat.response([])) + 8)
+    if need > limits.max_response_tokens:
+        raise ValueError(f"--max-response-tokens: expected {need} or more for --max-parallel-calls of them")
     return run
 
 
@@ -610,14 +601,11 @@ async def main_agent(run: Run) -> None:
         session.after = (len(trajectory.segments), len(prompt))
 
 
-def normalise_answer(text: str) -> str:
-    """Lower case, letters and digits only, no English articles, single spaces."""
-    words = re.sub(r"[^\w\s]", " ", text.lower()).split()
-    return " ".join(word for word in words if word not in ("a", "an", "the"))
-
-
 async def exact_match(task: Task, answer: str) -> float:
-    return float(normalise_answer(answer) == normalise_answer(task.answer))
+    """1 if they agree in letters and digits, whatever the case, spaces and English articles."""
+    words = [re.sub(r"[^\w\s]", " ", text.lower()).split() for text in (answer, task.answer)]
+    given, wanted = ([word for word in text if word not in ("a", "an", "the")] for text in words)
+    return float(given == wanted)
 
 
 async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, judge=exact_match) -> Trajectory:
@@ -684,10 +672,8 @@ def offline_tasks(n: int, seed: int, split: str = "train", hops: tuple[int, int]
 
 def offline_tokenizer() -> PreTrainedTokenizerFast:
     """A word-level tokenizer with a chat template of Qwen's form; a call's JSON is two tokens."""
-    control = (
-        "<|endoftext|> <|im_end|> <|im_start|> <tool_call> </tool_call> <tool_response> </tool_response>"
-    )
-    control = [*control.split(), "<answer>", "</answer>"]
+    control = "<|endoftext|> <|im_end|> <|im_start|> <answer> </answer>".split()
+    control += [f"<{slash}tool_{what}>" for what in ("call", "response") for slash in ("", "/")]
     calls = [f'{{"name": "{name}", "arguments": {{"{argument}": "' for name, argument in TOOLS.items()]
     marks = ["<unk>", '"}}', "system\n", "user\n", "assistant\n", "\n", *".,:[]"]
     texts = "No result Error malformed call unknown tool page no calls sessions left From follow"
@@ -717,10 +703,8 @@ def offline_model(vocab_size: int, seed: int) -> Qwen3ForCausalLM:
     # With the library's standard deviation of 0.02, a model this narrow takes thousands of steps to learn to
     # copy; with wider weights a few hundred.
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            torch.nn.init.normal_(module.weight, std=0.08)
-        elif isinstance(module, torch.nn.Embedding):
-            torch.nn.init.normal_(module.weight, std=0.5)
+        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            torch.nn.init.normal_(module.weight, std=0.08 if isinstance(module, torch.nn.Linear) else 0.5)
     return model
 
 
@@ -733,8 +717,7 @@ class Demonstrator:
     waste: float = 0.25  # makes a needless search or visit
     keep: float = 0.75  # keeps a useful fact in a summary
     junk: float = 0.5  # fills a spare place of a summary
-    early: float = 0.04  # answers before it knows
-    wrong: float = 0.05  # gets a name of the answer wrong
+    early: float = 0.05  # answers before it knows
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
@@ -760,18 +743,16 @@ class Demonstrator:
         if "Report." in context and not missing:
             return f"<answer>{' '.join(facts)}</answer>"
         if not missing or ("Report." not in context and self.rng.random() < self.early):
-            names = chain[1:] + self.rng.choices(NAMES, k=missing)
-            if self.rng.random() < self.wrong:
-                names[self.rng.randrange(len(names))] = self.rng.choice(NAMES)
-            return f"<answer>{', '.join(names)}</answer>"
+            return f"<answer>{', '.join(chain[1:] + self.rng.choices(NAMES, k=missing))}</answer>"
         tool, argument = "search", f"{chain[-1]} {verbs[len(facts)]}"
         if self.rng.random() < self.waste:
             other = self.rng.choice([a for a, _ in known] or [start])
-            needless = [("search", f"{other} {self.rng.choice(VERBS)}"), ("visit", other)]
-            tool, argument = self.rng.choice(needless)
+            tool, argument = self.rng.choice(
+                [("search", f"{other} {self.rng.choice(VERBS)}"), ("visit", other)]
+            )
         elif "delegate." in context and self.rng.random() < 0.7:
-            some = verbs[len(facts) :][: self.rng.randint(1, 3)]
-            tool, argument = "delegate", f"From {chain[-1]} follow {', '.join(some)}."
+            some = ", ".join(verbs[len(facts) :][: self.rng.randint(1, 3)])
+            tool, argument = "delegate", f"From {chain[-1]} follow {some}."
         call = json.dumps({"name": tool, "arguments": {TOOLS[tool]: argument}})
         return f"{facts[-1] if facts else ''}<tool_call>{call}</tool_call>"
 

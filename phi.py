@@ -7,10 +7,9 @@ boundary, and `potentials` gets it, segment by segment, in the cheaper of two wa
     rows   every boundary is a row [context, cue, answer] of a padded batch
     walk   the segment is read once into a cache; at every boundary a fork of the cache reads [cue, answer]
 
-All parameters are read in `forward_logprobs` alone: old and new policy, "before" and "after" are computed
-alike, on plain and hybrid (Gated DeltaNet) models. Left out on purpose: models that reshape logits after lm_head
-(soft-capping); packed rows and cropped caches, silently wrong on hybrids; a fused linear cross-entropy, which
-gives no entropy. Check it: python -m pytest --doctest-modules phi.py test_mosaic.py
+Only `forward_logprobs` touches parameters: "before" and "after", old and new policy are computed alike.
+Left out on purpose: models that soft-cap their logits; packed rows and cropped caches, both silently wrong on
+hybrid (Gated DeltaNet) models. Check it: python -m pytest --doctest-modules phi.py test_mosaic.py
 """
 
 import copy
@@ -71,13 +70,13 @@ def batches_by_length(lengths, token_budget):
 
 
 def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entropy=False, **options):
-    """log pi(token t+1 | tokens ..t) in nats, with gradient: for each sequence (token ids [T]) a float32 tensor
-    [T-1] on the model's device, or only the entries where `wanted` (bool masks [T-1], as sampled[1:]) is True.
-    `with_entropy` returns (log-probs, entropies), the latter without gradient. `options`: temperature=1.0, by
-    which logits are divided, and chunk=512, the tokens whose logits are held at a time.
+    """log pi(token t+1 | tokens ..t) in nats, with gradient, per sequence (token ids [T]): float32 [T-1] on
+    the model's device, or only the entries where `wanted` (bool masks [T-1], say sampled[1:]) is True. With
+    `with_entropy`: (log-probs, entropies), entropies without gradient. `options`: temperature=1.0 divides the
+    logits; chunk=512 is the number of tokens whose logits exist at a time.
     """
     wanted = [[True] * (len(ids) - 1) for ids in sequences] if wanted is None else wanted
-    if [max(1, len(mask)) for mask in wanted] != [len(ids) - 1 for ids in sequences]:
+    if any(len(ids) < 2 or len(mask) != len(ids) - 1 for ids, mask in zip(sequences, wanted, strict=True)):
         raise ValueError("every sequence needs T >= 2 tokens and a mask of length T-1")
     logprobs, entropies = [None] * len(sequences), [None] * len(sequences)
     for batch in batches_by_length([len(ids) for ids in sequences], token_budget):
@@ -93,7 +92,7 @@ def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entro
 # ---- Phi (M6) ----
 
 
-def check(contexts, answers):
+def check_pairs(contexts, answers):
     if len(contexts) != len(answers) or not all(map(len, [*contexts, *answers])):
         raise ValueError("Phi needs as many answers as contexts, and no answer or context may be empty")
 
@@ -103,7 +102,7 @@ def answer_logprob(model, contexts, answers, token_budget=16384):
     """Phi, the mean log-likelihood in nats per token of answers[k] after contexts[k] (lists of token ids; the
     cue ends the context): [n] float32 on the CPU. Equal pairs (a group's task prompt) are computed once.
     """
-    check(contexts, answers)
+    check_pairs(contexts, answers)
     pairs = [(tuple(context), tuple(answer)) for context, answer in zip(contexts, answers)]
     distinct = list(dict.fromkeys(pairs))
     # critical: the mean is over the answer alone; its first token is predicted at the context's last.
@@ -114,19 +113,16 @@ def answer_logprob(model, contexts, answers, token_budget=16384):
 
 
 def contexts_at(segment_ids, positions, cue):
-    for p in positions:
-        if not 0 <= p <= len(segment_ids):
-            raise ValueError(f"position {p} is outside the segment of {len(segment_ids)} tokens")
+    if not all(0 <= p <= len(segment_ids) for p in positions):
+        raise ValueError(f"a position of {positions} is outside the segment of {len(segment_ids)} tokens")
     return [[*segment_ids[:p], *cue] for p in positions]
 
 
 @torch.no_grad()
 def segment_potentials(model, segment_ids, positions, cue, answer):
-    """Phi of the contexts segment_ids[:p] + cue for p in `positions` (any order, repeats are free) in one walk
-    over the segment: [len(positions)] float32 on the CPU, nats per token.
-    """
+    """Phi of segment_ids[:p] + cue for every p of `positions`, in one walk: [len(positions)] float32, CPU."""
     contexts = contexts_at(segment_ids, positions, cue)
-    check(contexts, [answer] * len(contexts))
+    check_pairs(contexts, [answer] * len(contexts))
     cache, walked, phi = DynamicCache(config=model.config), 0, {}
 
     def read(ids, n_wanted, cache):
@@ -137,7 +133,7 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
     training = model.training
     model.eval()  # critical: in training mode, gradient checkpointing drops the cache, with a mere warning.
     for p, context in sorted(dict(zip(positions, contexts)).items()):
-        # The probe starts at token p - 1, which predicts the answer if the cue is empty; the last one reads all.
+        # A probe starts at token p - 1, as with no cue that one predicts the answer. The last reads all left.
         if walked < p - 1 and p < max(positions):
             read(context[walked:p], 0, cache)
             walked = p - 1
@@ -150,14 +146,13 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
 
 
 def potentials(model, requests, cue, token_budget=16384):
-    """Phi for requests (segment_ids, positions, answer): a list of float32 tensors [len(positions)] on the CPU,
-    nats per token. A segment is walked, or its contexts join one batch of rows: whichever reads fewer tokens.
+    """Phi for requests (segment_ids, positions, answer): a list of [len(positions)] float32 on the CPU.
+    A segment is walked, or its contexts join one batch of rows, whichever reads fewer tokens.
     """
     results, contexts, answers = [None] * len(requests), [], []
     for k, (segment_ids, positions, answer) in enumerate(requests):
         stops, probe = sorted(set(positions)), len(cue) + len(answer)
-        pieces = [b - a for a, b in pairwise([0, *stops])]
-        walk = sum(max(piece, FORWARD_TOKENS) + max(probe, FORWARD_TOKENS) for piece in pieces)
+        walk = sum(max(b - a, FORWARD_TOKENS) + max(probe, FORWARD_TOKENS) for a, b in pairwise([0, *stops]))
         if walk < sum(stop + probe for stop in stops):
             results[k] = segment_potentials(model, segment_ids, positions, cue, answer)
         else:
