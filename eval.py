@@ -207,7 +207,7 @@ def run(config: Config) -> None:
         tasks = harness.load_tasks(config.tasks)
         tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
     model, tokenizer = harness.load_policy(config.model)
-    chat = harness.make_chat(tokenizer)
+    chat = harness.Chat(tokenizer)
     temperature = 0.0 if config.greedy else config.temperature
     engine = harness.HFEngine(model, chat.close[0], temperature, config.seed)
     summary, trajectories = evaluate(tasks, engine, chat, config, tools, model)

@@ -23,19 +23,16 @@ import re
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast as FastTokenizer
 from transformers.hf_argparser import HfArg, HfArgumentParser
 
 # ---- Data model --------------------------------------------------------------------------------------------
@@ -224,16 +221,14 @@ RESEARCH = """Think step by step. To use a tool, write a call, then end your tur
 Several calls in one turn run at the same time. The tools:
 search(query): finds pages and shows one line of each
 visit(id): reads the page with that id"""
-
 DELEGATE = "\ndelegate(task): hands a subtask, completely described, to an assistant who knows nothing else"
-ANSWER = "\nWhen you know the answer, write only it between <answer> and </answer>."
+ANSWER = "\nWhen you are done, write only the answer, complete and short, between <answer> and </answer>."
 
 PROMPTS = {
     "research": {
         "single": "You find the answer to a question by research. " + RESEARCH + ANSWER,
         "delegate": "You find the answer to a question by research. " + RESEARCH + DELEGATE + ANSWER,
-        "subagent": "You work on a subtask for a colleague. " + RESEARCH + "\nWhen you are done, write what "
-        "you found, complete and short, between <answer> and </answer>.",
+        "subagent": "You work on a subtask for a colleague. " + RESEARCH + ANSWER,
         "compact": "Your context is full and will be cleared. Write a summary from which you can go on: what "
         "you know and from where, what did not help, what is to be done next. Write nothing else.",
         "shorter": "That was too long and was cut off. Write the summary again with half as many words.",
@@ -250,22 +245,36 @@ PROMPTS = {
 }
 
 
-@dataclass
 class Chat:
-    """A tokenizer's chat template, cut once into exact token pieces."""
+    """A tokenizer's chat template, cut once into exact token pieces.
 
-    tokenizer: object
-    head: tuple[str, str]  # the text before the system prompt, and between it and the question
-    control: list[str]  # the tokens that foreign text may never produce
-    user_open: list[int] = field(default_factory=list)
-    close: list[int] = field(default_factory=list)  # ends a turn; the policy itself samples the first id
-    generation: list[int] = field(default_factory=list)  # opens the policy's turn
-    cue: list[int] = field(default_factory=list)  # M6's answer cue: opens a turn and the answer in it
+    close ends any turn, and the policy itself samples its first id; generation opens the policy's turn; cue,
+    M6's answer cue, opens a turn and the answer in it. ValueError: no template, or one that is unlike.
+    """
 
-    def __post_init__(self):
-        self.control_ids = set(self.tokenizer.convert_tokens_to_ids(self.control))
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        name, render = tokenizer.name_or_path, partial(tokenizer.apply_chat_template, tokenize=False)
+        if tokenizer.chat_template is None:
+            raise ValueError(f"{name}: expected a tokenizer with a chat template, found none")
+        marks = ("@@system@@", "@@question@@", "@@turn@@", "@@next@@")
+        roles = ("system", "user", "assistant", "user")
+        turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
+        pieces = re.split("|".join(marks), render(turns))
+        short, opened = render(turns[:2]), render(turns[:2], add_generation_prompt=True)
+        if len(pieces) != 5 or not pieces[3].startswith(pieces[4]) or not opened.startswith(short):
+            raise ValueError(f"{name}: expected a chat template that shows turns in order and ends all alike")
+        self.head = pieces[:2]  # the text before the system prompt, and between it and the question
+        self.close = self.own(pieces[4])
+        self.user_open = self.own(pieces[3].removeprefix(pieces[4]))
+        self.generation = self.own(opened[len(short) :])
+        # Where the template opens the policy's turn with <think>, the cue closes the thought first.
+        thought = "\n</think>\n\n" if opened.rstrip().endswith("<think>") else ""
+        self.cue = self.generation + self.own(thought + "<answer>")
+        control = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+        self.control = set(tokenizer.convert_tokens_to_ids(sorted(control)))
         # critical: a lookahead finds overlapping spellings too; a match that consumes would miss the second.
-        self.control_text = re.compile("(?=" + "|".join(map(re.escape, self.control)) + ")")
+        self.spelled = re.compile(f"(?={'|'.join(map(re.escape, control))})")
 
     def own(self, text: str) -> list[int]:
         """Ids of text that we wrote: control tokens are meant."""
@@ -274,9 +283,9 @@ class Chat:
     def foreign(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Ids of text that others wrote: a spelled control token is cut in two before it is encoded."""
         text = text[: max_tokens and 32 * max_tokens].encode("utf-8", "replace").decode()
-        cuts = [0, *(match.start() + 1 for match in self.control_text.finditer(text)), len(text)]
-        ids = [i for a, b in zip(cuts, cuts[1:]) for i in self.own(text[a:b])]
-        return [i for i in ids if i not in self.control_ids][:max_tokens]
+        cuts = [0, *(match.start() + 1 for match in self.spelled.finditer(text)), len(text)]
+        ids = [i for a, b in pairwise(cuts) for i in self.own(text[a:b])]
+        return [i for i in ids if i not in self.control][:max_tokens]
 
     def prompt(self, system: str, question: list[int]) -> list[int]:
         """The head of a segment: the system prompt and the first user turn."""
@@ -286,37 +295,10 @@ class Chat:
         return self.user_open + ids + self.close
 
     def response(self, ids: list[int]) -> list[int]:
-        """A user turn with one tool's response."""
         return self.user(self.own("<tool_response>\n") + ids + self.own("\n</tool_response>"))
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def make_chat(tokenizer) -> Chat:
-    """Cut the tokenizer's chat template at placeholders. ValueError: there is none, or turns end unlike."""
-    name = tokenizer.name_or_path
-    if tokenizer.chat_template is None:
-        raise ValueError(f"{name}: expected a tokenizer with a chat template, found none")
-    marks = ("@@system@@", "@@question@@", "@@turn@@", "@@next@@")
-    turns = [{"role": r, "content": m} for r, m in zip(("system", "user", "assistant", "user"), marks)]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    short = tokenizer.apply_chat_template(turns[:2], tokenize=False)
-    opened = tokenizer.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True)
-    if any(text.count(mark) != 1 for mark in marks) or not opened.startswith(short):
-        raise ValueError(f"{name}: expected a chat template that shows each turn once, in order")
-    before, to_question, _, to_next, close = re.split("|".join(marks), text)
-    generation = opened[len(short) :]
-    if not to_next.startswith(close):
-        raise ValueError(f"{name}: expected a chat template that ends all turns alike, found {to_next!r}")
-    # Where the template opens the policy's turn with <think>, the cue closes the thought first.
-    thought = "\n</think>\n\n" if generation.rstrip().endswith("<think>") else ""
-    control = sorted({*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}, key=len, reverse=True)
-    chat = Chat(tokenizer, (before, to_question), control)
-    chat.user_open = chat.own(to_next.removeprefix(close))
-    chat.close, chat.generation = chat.own(close), chat.own(generation)
-    chat.cue = chat.generation + chat.own(thought + "<answer>")
-    return chat
 
 
 # ---- Engines -----------------------------------------------------------------------------------------------
@@ -335,13 +317,10 @@ def load_policy(source: str):
 class HFEngine:
     """All waiting requests in one left-padded KV-cache loop: for CPUs, and to check other engines against."""
 
-    def __init__(self, model, pad_id: int, temperature: float = 1.0, seed: int = 0):
-        self.model = model
-        self.pad_id = pad_id
-        self.temperature = temperature  # 0: greedy
+    def __init__(self, model, pad_id: int = 0, temperature: float = 1.0, seed: int = 0):
+        self.model, self.pad_id, self.temperature = model, pad_id, temperature  # temperature 0: greedy
         self.generator = torch.Generator(model.device).manual_seed(seed)
-        self.waiting = []
-        self.runner = None
+        self.waiting, self.runner = [], None
 
     def load_weights(self, named_tensors) -> None:
         """Copy the trainer's weights, unless engine and trainer share one model."""
@@ -376,12 +355,10 @@ class HFEngine:
 
     @torch.no_grad()
     def sample(self, requests: list[tuple[list[int], int, list[int]]]) -> list[tuple]:
-        device = self.model.device
-        longest = max(len(ids) for ids, _, _ in requests)
-        padding = [longest - len(ids) for ids, _, _ in requests]
-        rows = [[self.pad_id] * n + ids for n, (ids, _, _) in zip(padding, requests)]
-        tokens = torch.tensor(rows, device=device)
-        mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(device)
+        rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in requests]
+        tokens = pad_sequence(rows, batch_first=True, padding_side="left", padding_value=self.pad_id)
+        ones = [torch.ones_like(row) for row in rows]
+        mask = pad_sequence(ones, batch_first=True, padding_side="left")
         # critical: without positions that start at the first real token, left padding shifts every row.
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self.model.config)
@@ -395,8 +372,7 @@ class HFEngine:
                 tokens = torch.multinomial(logprobs_BV.exp(), 1, generator=self.generator)
             drawn = zip(tokens[:, 0].tolist(), logprobs_BV.gather(1, tokens)[:, 0].tolist())
             for i, (token, logprob) in enumerate(drawn):
-                ids, logprobs, finish = results[i]
-                _, max_new_tokens, stop = requests[i]
+                (_, max_new_tokens, stop), (ids, logprobs, finish) = requests[i], results[i]
                 if not finish:
                     ids.append(token)
                     logprobs.append(logprob)
@@ -413,8 +389,6 @@ class HFEngine:
 def parse_call(text: str) -> tuple[str, str] | None:
     """(tool, argument) of the inside of one <tool_call>, in either spelling; None if it is malformed.
 
-    >>> parse_call('{"name": "search", "arguments": {"query": "Mira"}}')
-    ('search', 'Mira')
     >>> parse_call("<function=visit><parameter=id>7</parameter></function>")
     ('visit', '7')
     """
@@ -478,9 +452,9 @@ def make_run(task: Task, engine, chat: Chat, limits: Limits, tools) -> Run:
 
 
 def main_prompt(run: Run, summary: list[int]) -> list[int]:
-    system = "delegate" if run.limits.mode in ("subagent", "both") else "single"
+    role = "delegate" if run.limits.mode in ("subagent", "both") else "single"
     question = run.chat.foreign(run.trajectory.task.question)
-    return run.chat.prompt(PROMPTS[run.limits.prompts][system], question + summary)
+    return run.chat.prompt(PROMPTS[run.limits.prompts][role], question + summary)
 
 
 def open_segment(run: Run, prompt: list[int]) -> int:
@@ -527,7 +501,7 @@ async def respond(run: Run, index: int, calls: list, tools: list[str]) -> None:
     """Run the calls of a turn concurrently; append their responses in call order, a user turn each."""
     segment = run.trajectory.segments[index]
     room = run.limits.max_response_tokens // len(calls) - len(run.chat.response([]))
-    for text, fork in await asyncio.gather(*[call_tool(run, call, tools) for call in calls]):
+    for text, fork in await asyncio.gather(*[call_tool(run, tools, *(call or ("", ""))) for call in calls]):
         before = (index, len(segment.token_ids))
         segment.append(run.chat.response(run.chat.foreign(text, room)))
         if fork is not None:  # M7: a fork's gain is that of merging its result into the main context
@@ -535,12 +509,11 @@ async def respond(run: Run, index: int, calls: list, tools: list[str]) -> None:
             run.trajectory.sessions.append(fork)
 
 
-async def call_tool(run: Run, call: tuple[str, str] | None, tools: list[str]) -> tuple[str, Session | None]:
+async def call_tool(run: Run, tools: list[str], name: str, argument: str) -> tuple[str, Session | None]:
     """-> (the response; the subagent's session if there was one)."""
-    if call is None:
-        return "Error: malformed call.", None
-    name, argument = call
     run.calls += 1
+    if not name:
+        return "Error: malformed call.", None
     if name not in tools:
         return "Error: unknown tool.", None
     if run.calls > run.limits.max_calls:
@@ -572,7 +545,7 @@ async def compact(run: Run, index: int) -> list[int] | None:
         if finish == "stop":
             end = run.chat.tokenizer.convert_tokens_to_ids("</think>")
             thought = len(ids) - ids[::-1].index(end) if end in ids else 0
-            return [i for i in ids[thought:] if i not in run.chat.control_ids]
+            return [i for i in ids[thought:] if i not in run.chat.control]
     return None
 
 
@@ -605,23 +578,23 @@ async def exact_match(task: Task, answer: str) -> float:
     """1 if they agree in letters and digits, whatever the case, spaces and English articles."""
     words = [re.sub(r"[^\w\s]", " ", text.lower()).split() for text in (answer, task.answer)]
     given, wanted = ([word for word in text if word not in ("a", "an", "the")] for text in words)
-    return float(given == wanted)
+    return float(given == wanted if wanted else answer == task.answer)
 
 
 async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, judge=exact_match) -> Trajectory:
     """One attempt at a Task.
 
     engine has `async generate(token_ids, max_new_tokens, stop) -> (ids, logprobs, finish_reason)`; tokenizer
-    is one with a chat template, or the `Chat` made of it; mode goes before that of `limits`; tools have
-    `async search(query)` and `async visit(id)`, None is a `Corpus` over task.docs; judge is
-    `async (task, answer) -> reward`. ValueError: unknown mode, a prompt that does not fit, no tools.
+    is one with a chat template, or its `Chat`; mode goes before that of `limits`; tools have `async
+    search(query)` and `async visit(id)`, None is a `Corpus` over task.docs; judge is `async (task, answer) ->
+    reward`. ValueError: unknown mode, a prompt that does not fit, nothing to search in.
     """
     limits = replace(limits or Limits(), **({"mode": mode} if mode else {}))
     if limits.mode not in get_args(Mode):
         raise ValueError(f"mode {limits.mode!r}: expected one of {', '.join(get_args(Mode))}")
     if tools is None and not task.docs:
         raise ValueError(f"task {task.id!r}: expected tools, or documents of its own to search in")
-    chat = tokenizer if isinstance(tokenizer, Chat) else make_chat(tokenizer)
+    chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer)
     run = make_run(task, engine, chat, limits, tools or Corpus(task.docs, limits.top_k))
     trajectory = run.trajectory
     try:
@@ -670,7 +643,7 @@ def offline_tasks(n: int, seed: int, split: str = "train", hops: tuple[int, int]
     return tasks
 
 
-def offline_tokenizer() -> PreTrainedTokenizerFast:
+def offline_tokenizer() -> FastTokenizer:
     """A word-level tokenizer with a chat template of Qwen's form; a call's JSON is two tokens."""
     control = "<|endoftext|> <|im_end|> <|im_start|> <answer> </answer>".split()
     control += [f"<{slash}tool_{what}>" for what in ("call", "response") for slash in ("", "/")]
@@ -685,8 +658,8 @@ def offline_tokenizer() -> PreTrainedTokenizerFast:
     space = decoders.Replace(Regex(r"^(?=\w)"), " ")
     tight = [decoders.Replace(mark + " ", mark) for mark in ('"', "[", ">", "\n")]
     core.decoder = decoders.Sequence([space, decoders.Fuse(), *tight])
-    ends = {"pad_token": control[0], "eos_token": control[1]}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, additional_special_tokens=control[2:], **ends)
+    tokenizer = FastTokenizer(tokenizer_object=core, pad_token=control[0], eos_token=control[1])
+    tokenizer.add_special_tokens({"additional_special_tokens": control[2:]})
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -696,10 +669,12 @@ def offline_tokenizer() -> PreTrainedTokenizerFast:
 
 def offline_model(vocab_size: int, seed: int) -> Qwen3ForCausalLM:
     """A Qwen3 of 209,000 random parameters."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048}
+    config = Qwen3Config(
+        **{"vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False},
+    )
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=vocab_size, tie_word_embeddings=False, **sizes))
+    model = Qwen3ForCausalLM(config)
     # With the library's standard deviation of 0.02, a model this narrow takes thousands of steps to learn to
     # copy; with wider weights a few hundred.
     for module in model.modules():
@@ -732,26 +707,22 @@ class Demonstrator:
         verbs = verbs.split(", ")
         known = {(a, verb): b for a, verb, b in FACT.findall(context)}
         chain = [start]
-        for verb in verbs:
-            if (chain[-1], verb) not in known:
-                break
-            chain.append(known[chain[-1], verb])
+        while len(chain) <= len(verbs) and (chain[-1], verbs[len(chain) - 1]) in known:
+            chain.append(known[chain[-1], verbs[len(chain) - 1]])
         facts = [f"{a} {verb} {b}." for a, verb, b in zip(chain, verbs, chain[1:])]
-        if re.search(r"(Summarize|Shorter)\.<\|im_end\|>\s*<\|im_start\|> *assistant\n$", context):
+        missing, reports = verbs[len(facts) :], "Report." in context
+        if re.search(r"(Summarize|Shorter)\.<\|im_end\|>\n<\|im_start\|> *assistant\n$", context):
             return self.summary(facts, [f"{a} {verb} {b}." for (a, verb), b in known.items()])
-        missing = len(verbs) - len(facts)
-        if "Report." in context and not missing:
-            return f"<answer>{' '.join(facts)}</answer>"
-        if not missing or ("Report." not in context and self.rng.random() < self.early):
-            return f"<answer>{', '.join(chain[1:] + self.rng.choices(NAMES, k=missing))}</answer>"
-        tool, argument = "search", f"{chain[-1]} {verbs[len(facts)]}"
+        if not missing or (not reports and self.rng.random() < self.early):
+            names = chain[1:] + self.rng.choices(NAMES, k=len(missing))
+            return f"<answer>{' '.join(facts) if reports else ', '.join(names)}</answer>"
+        tool, argument = "search", f"{chain[-1]} {missing[0]}"
         if self.rng.random() < self.waste:
             other = self.rng.choice([a for a, _ in known] or [start])
-            tool, argument = self.rng.choice(
-                [("search", f"{other} {self.rng.choice(VERBS)}"), ("visit", other)]
-            )
+            options = [("search", f"{other} {self.rng.choice(VERBS)}"), ("visit", other)]
+            tool, argument = self.rng.choice(options)
         elif "delegate." in context and self.rng.random() < 0.7:
-            some = ", ".join(verbs[len(facts) :][: self.rng.randint(1, 3)])
+            some = ", ".join(missing[: self.rng.randint(1, 3)])
             tool, argument = "delegate", f"From {chain[-1]} follow {some}."
         call = json.dumps({"name": tool, "arguments": {TOOLS[tool]: argument}})
         return f"{facts[-1] if facts else ''}<tool_call>{call}</tool_call>"

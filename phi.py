@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-FORWARD_TOKENS = 64  # a forward costs at least this many tokens of a long one: CALIBRATE
+FORWARD_TOKENS = 64  # what reading a few tokens costs, in tokens of a long read (20-150 measured on a CPU)
 
 # ---- Token log-probabilities (M12) ----
 

@@ -122,7 +122,7 @@ def warm_start(config: Config) -> str:
     if folder.exists():
         return str(folder)
     tokenizer = harness.offline_tokenizer()
-    chat = harness.make_chat(tokenizer)
+    chat = harness.Chat(tokenizer)
     model = harness.offline_model(len(tokenizer), config.warm_start_seed)
     demonstrator = harness.Demonstrator(chat, config.warm_start_seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
@@ -357,7 +357,7 @@ def train(config: Config) -> None:
         held_out = harness.offline_tasks(config.eval_tasks, 0, "held-out")
     source = str(folder) if config.resume else config.model or warm_start(config)
     model, tokenizer = harness.load_policy(source)
-    chat = harness.make_chat(tokenizer)
+    chat = harness.Chat(tokenizer)
     for task in tasks + held_out:
         harness.make_run(task, None, chat, config, None)  # a prompt that does not fit is found here
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
