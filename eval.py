@@ -29,18 +29,16 @@ from harness import Limits, Trajectory
 
 def roll_out(tasks: list, engine, chat, limits: Limits, tools=None, progress: str = "") -> list[Trajectory]:
     """One rollout per task, all at once; `progress` names the bar that counts them."""
-    bar = tqdm(total=len(tasks), desc=progress, leave=False, disable=not progress)
 
-    async def one(task):
-        trajectory = await harness.rollout(task, engine, chat, limits=limits, tools=tools)
-        bar.update()
-        return trajectory
+    async def all_of_them():
+        with tqdm(total=len(tasks), desc=progress, leave=False, disable=not progress) as bar:
+            rollouts = [harness.rollout(task, engine, chat, limits=limits, tools=tools) for task in tasks]
+            jobs = [asyncio.create_task(one) for one in rollouts]
+            for job in jobs:
+                job.add_done_callback(lambda _: bar.update())
+            return await asyncio.gather(*jobs)
 
-    async def everything():
-        return await asyncio.gather(*[one(task) for task in tasks])
-
-    with bar:
-        return asyncio.run(everything())
+    return asyncio.run(all_of_them())
 
 
 def potentials_at(model, trajectories: list[Trajectory], places: list, chat, token_budget: int) -> dict:
@@ -52,13 +50,12 @@ def potentials_at(model, trajectories: list[Trajectory], places: list, chat, tok
     for (i, segment), positions_P in positions.items():
         answer = chat.foreign(trajectories[i].task.answer)
         requests.append((trajectories[i].segments[segment].token_ids, positions_P, answer))
-    found = phi.potentials(model, requests, chat.cue, token_budget) if requests else []
-    rows = zip(positions.items(), found)
-    return {
-        (*key, p): value
-        for (key, positions_P), phi_P in rows
-        for p, value in zip(positions_P, phi_P.tolist())
-    }
+    values = {}
+    if requests:
+        found = phi.potentials(model, requests, chat.cue, token_budget)
+        for (key, positions_P), phi_P in zip(positions.items(), found):
+            values |= {(*key, position): value for position, value in zip(positions_P, phi_P.tolist())}
+    return values
 
 
 def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: int = 16384) -> None:
@@ -69,10 +66,8 @@ def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: in
     for i, session in paid:
         session.phi_before, session.phi_after = values[i, *session.before], values[i, *session.after]
     for t in trajectories:
-        gain_N = mosaic.information_gain(
-            [s.phi_before for s in t.sessions], [s.phi_after for s in t.sessions]
-        )
-        for session, gain in zip(t.sessions, gain_N.tolist()):
+        before, after = ([getattr(s, key) for s in t.sessions] for key in ("phi_before", "phi_after"))
+        for session, gain in zip(t.sessions, mosaic.information_gain(before, after).tolist()):
             session.gain = gain
 
 
@@ -121,16 +116,18 @@ def summarise(trajectories: list[Trajectory]) -> dict:
     return row
 
 
-def evaluate(tasks: list, engine, chat, limits: Limits, tools=None, model=None, progress="evaluation"):
+def evaluate(
+    tasks: list, engine, chat, limits: Limits, tools, model, progress="evaluation"
+) -> tuple[dict, list]:
     """One rollout per task; `model` scores the gains of its sessions. -> (summary, trajectories)."""
     trajectories = roll_out(tasks, engine, chat, limits, tools, progress)
     scored = [t for t in trajectories if t.reward is not None]
     if not scored:
         raise ValueError("evaluation: expected a verdict on one question at least; search or judge is down")
     score_sessions(model, scored, chat)
-    successes = sum(t.reward > mosaic.SUCCESS for t in scored)
-    row = {"accuracy": successes / len(scored), "interval": wilson(successes, len(scored))}
-    return {**row, **summarise(scored), "dropped": len(trajectories) - len(scored)}, trajectories
+    wins = sum(t.reward > mosaic.SUCCESS for t in scored)
+    row = {"accuracy": wins / len(scored), "interval": wilson(wins, len(scored)), **summarise(scored)}
+    return {**row, "dropped": len(trajectories) - len(scored)}, trajectories
 
 
 # ---- Reading -----------------------------------------------------------------------------------------------
@@ -151,6 +148,8 @@ def describe(trajectory: Trajectory, chat) -> dict:
 def show(path: str, n: int) -> None:
     """Print the last n trajectories of a file, session by session with their credit."""
     for where, row in harness.read_jsonl(path)[-n:]:
+        if "sessions" not in row or "reference" not in row:
+            raise ValueError(f"--show {where}: expected a trajectory, as in trajectories.jsonl")
         print("=" * 100, f"\n{where}  step {row.get('step', '-')}, task {row['id']}", sep="")
         for key in ("question", "reference", "answer"):
             print(f"{key + ':':<11}{row[key] or '(none)'}")
@@ -174,12 +173,13 @@ class Config(Limits):
     model: str = HfArg(default="", help="folder or hub id of the policy")
     tasks: str = HfArg(default="", help="JSONL file of tasks; empty: held-out tasks of the offline world")
     corpus: str = HfArg(default="", help="JSONL file or folder of documents to search for --tasks")
-    n: int = HfArg(default=512, help="held-out tasks of the offline world; trajectories that --show prints")
+    n: int = HfArg(default=512, help="held-out tasks of the offline world")
     seed: int = HfArg(default=0, help="seed of the sampling")
     temperature: float = HfArg(default=1.0, help="sampling temperature")
     greedy: bool = HfArg(default=False, help="take the likeliest token always")
     out: str = HfArg(default="", help="file for a line a question; empty: beside the model")
     show: str = HfArg(default="", help="print the last trajectories of this file and do nothing else")
+    last: int = HfArg(default=4, help="how many of them")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
             inherited = json.loads(saved.read_text())
             limits = {field.name: inherited[field.name] for field in dataclasses.fields(Limits)}
             config = harness.parse_flags(Config, argv, __doc__, limits)
-        show(config.show, config.n) if config.show else run(config)
+        show(config.show, config.last) if config.show else run(config)
     except ValueError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -206,14 +206,16 @@ def run(config: Config) -> None:
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
         tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
+    decoding = "greedy" if config.greedy else "sampled"
+    beside = config.model if Path(config.model).is_dir() else "."
+    out = Path(config.out or f"{beside}/eval-{decoding}.jsonl")
+    out.parent.mkdir(parents=True, exist_ok=True)
     model, tokenizer = harness.load_policy(config.model)
     chat = harness.Chat(tokenizer)
     temperature = 0.0 if config.greedy else config.temperature
     engine = harness.HFEngine(model, chat.close[0], temperature, config.seed)
     summary, trajectories = evaluate(tasks, engine, chat, config, tools, model)
-    decoding = "greedy" if config.greedy else "sampled"
-    out = Path(config.out or f"{config.model}/eval-{decoding}.jsonl")
-    with out.open("w", encoding="utf-8") as file:
+    with out.open("w", encoding="utf-8", errors="replace") as file:
         for trajectory in trajectories:
             file.write(json.dumps(describe(trajectory, chat), ensure_ascii=False) + "\n")
     print(json.dumps({"decoding": decoding, "seed": config.seed, "file": str(out), **summary}, indent=1))

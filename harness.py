@@ -105,16 +105,16 @@ class Limits:
 
     mode: Mode = HfArg(default="compaction", help="how a trajectory may go beyond one context")
     prompts: Literal["research", "offline"] = HfArg(default="research", help="wording of the instructions")
-    max_context: int = HfArg(default=3072, help="tokens that a context may never exceed")
+    max_context: int = HfArg(default=1024, help="tokens that a context may never exceed")
     compact_at: float = HfArg(default=1.0, help="compact where one more turn passes this part of max_context")
-    max_turn_tokens: int = HfArg(default=256, help="tokens that the policy may sample in a turn")
-    max_response_tokens: int = HfArg(default=512, help="tokens of all tool responses to a turn")
-    max_summary_tokens: int = HfArg(default=192, help="tokens of a summary")
-    max_turns: int = HfArg(default=16, help="turns of the main agent in all its sessions, summaries apart")
-    max_subagent_turns: int = HfArg(default=6, help="turns of a subagent")
+    max_turn_tokens: int = HfArg(default=64, help="tokens that the policy may sample in a turn")
+    max_response_tokens: int = HfArg(default=192, help="tokens of all tool responses to a turn")
+    max_summary_tokens: int = HfArg(default=64, help="tokens of a summary")
+    max_turns: int = HfArg(default=6, help="turns of the main agent in all its sessions, summaries apart")
+    max_subagent_turns: int = HfArg(default=3, help="turns of a subagent")
     max_sessions: int = HfArg(default=9, help="sessions of a trajectory")
     max_calls: int = HfArg(default=32, help="tool calls of a trajectory")
-    max_parallel_calls: int = HfArg(default=4, help="tool calls of a turn")
+    max_parallel_calls: int = HfArg(default=2, help="tool calls of a turn")
     max_malformed: int = HfArg(default=4, help="malformed turns at which a trajectory ends")
     top_k: int = HfArg(default=3, help="documents that a search returns")
 
@@ -139,7 +139,7 @@ class InfraError(Exception):
 def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
     """("file:line", object) of each line. ValueError names the line that lacks a `required` string."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected a readable file of JSON lines in UTF-8 ({error})") from None
     rows, ids = [], set()
@@ -151,9 +151,10 @@ def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[s
         for key in required:
             if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
                 raise ValueError(f"{where}: expected a JSON object with a non-empty string {key!r}")
-        if required and row.get("id", where) in ids:
-            raise ValueError(f"{where}: expected unique ids, found {row['id']!r} again")
-        ids.add(row.get("id", where))
+        id = str(row.get("id", where))
+        if required and id in ids:
+            raise ValueError(f"{where}: expected unique ids, found {id!r} again")
+        ids.add(id)
         rows.append((where, row))
     if not rows:
         raise ValueError(f"{path}: expected at least one line with a JSON object, found none")
@@ -171,7 +172,7 @@ def load_corpus(path: str) -> dict[str, str]:
     .txt and .md files of a folder."""
     if not Path(path).is_dir():
         rows = [row for _, row in read_jsonl(path, ("id", "text"))]
-        return {row["id"]: f"{row.get('title', '')}\n{row['text']}".strip() for row in rows}
+        return {row["id"]: f"{row.get('title') or ''}\n{row['text']}".strip() for row in rows}
     files = sorted(file for file in Path(path).rglob("*") if file.suffix in (".txt", ".md"))
     texts = {str(file.relative_to(path)): file.read_text("utf-8", "replace").strip() for file in files}
     if not any(texts.values()):
@@ -433,6 +434,9 @@ class Run:
 def make_run(task: Task, engine, chat: Chat, limits: Limits, tools) -> Run:
     """A rollout that has not begun. ValueError unless its prompt, one turn and a summary fit the context."""
     run = Run(Trajectory(task), engine, chat, tools, limits)
+    for key, value in vars(limits).items():
+        if key.startswith("max_") and value < (2 if key == "max_summary_tokens" else 1):
+            raise ValueError(f"--{key.replace('_', '-')} {value}: expected a larger number")
     compacts = limits.mode in ("compaction", "both")
     run.context = int(limits.max_context * (limits.compact_at if compacts else 1))
     ends = len(chat.generation) + len(chat.close)
@@ -444,7 +448,7 @@ def make_run(task: Task, engine, chat: Chat, limits: Limits, tools) -> Run:
         prompt = len(main_prompt(run, run.own("summary"))) + limits.max_summary_tokens
     need = prompt + run.turn + run.summary
     if need > run.context:
-        raise ValueError(f"--max-context {limits.max_context}: expected {need} or more for task {task.id!r}")
+        raise ValueError(f"--max-context {limits.max_context}: task {task.id!r} needs room for {need} tokens")
     need = limits.max_parallel_calls * (len(chat.response([])) + 8)
     if need > limits.max_response_tokens:
         raise ValueError(f"--max-response-tokens: expected {need} or more for --max-parallel-calls of them")
@@ -543,7 +547,7 @@ async def compact(run: Run, index: int) -> list[int] | None:
         segment.append(run.chat.user(run.own(instruction)))
         ids, finish = await sample_turn(run, segment, run.limits.max_summary_tokens // share)
         if finish == "stop":
-            end = run.chat.tokenizer.convert_tokens_to_ids("</think>")
+            end = run.chat.tokenizer.get_vocab().get("</think>")
             thought = len(ids) - ids[::-1].index(end) if end in ids else 0
             return [i for i in ids[thought:] if i not in run.chat.control]
     return None

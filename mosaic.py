@@ -8,12 +8,9 @@ it one scalar, and so every session the same credit. Mosaic changes that on two 
   answer after a session than before it, compared with sessions of the same kind in the group.
 Their sum (M11) is one advantage per session, given to all its tokens in the clipped policy loss (M12).
 
-Left out on purpose: the potential Phi itself (M6, see phi.py); a KL term, an entropy bonus, a critic; credit
-for what a subagent's result brings about later on (a session is paid for its immediate gain only).
 _G trajectories of a group, _N sessions of one, _T tokens; ragged things are lists of G tensors [N_i]. Lists
 or tensors go in; statistics are in float64; float32 without gradient comes out. Wrong input is a ValueError.
-
-    python -m pytest -q --doctest-modules mosaic.py test_mosaic.py
+Left out on purpose: Phi itself (M6, see phi.py); a KL term, an entropy bonus, a critic.
 """
 
 import torch

@@ -52,7 +52,7 @@ class Config(Limits):
     out: str = HfArg(default="", help="folder of the run; empty: runs/MODE-ADVANTAGE-SEED")
     resume: bool = HfArg(default=False, help="go on from the checkpoint in the folder of the run")
     checkpoint_every: int = HfArg(default=10, help="steps between checkpoints")
-    tasks_per_step: int = HfArg(default=4, help="tasks of a step")
+    tasks_per_step: int = HfArg(default=2, help="tasks of a step")
     group_size: int = HfArg(default=4, help="trajectories per task, G")
     rho: float = HfArg(default=0.2, help="strength of the session-count signal (M4), 0 <= rho < 1")
     beta0: float = HfArg(default=0.1, help="fallback of all-failure groups (M5)")
@@ -79,7 +79,7 @@ PRESETS = {
         --warm-start-steps 500""",
     "paper": """--model Qwen/Qwen3.5-4B --engine vllm --max-context 131072 --max-turn-tokens 8192
         --max-response-tokens 16384 --max-summary-tokens 4096 --max-turns 100 --max-subagent-turns 30
-        --max-sessions 17 --max-calls 200 --tasks-per-step 16 --group-size 8 --steps 62
+        --max-sessions 17 --max-calls 200 --max-parallel-calls 4 --tasks-per-step 16 --group-size 8 --steps 62
         --token-budget 131072""",
 }
 
@@ -93,16 +93,16 @@ def make_config(argv: list[str]) -> Config:
     config.out = config.out or f"runs/{config.mode}-{config.advantage}-{config.seed}"
     for flag, holds, expected in (
         ("--rho", 0 <= config.rho < 1, "0 <= rho < 1"),
-        ("--lam", config.lam >= 0, "a number from 0"),
-        ("--beta0", config.beta0 >= 0, "a number from 0"),
-        ("--beta1", config.beta1 >= 0, "a number from 0"),
+        ("--lam, --beta0, --beta1", min(config.lam, config.beta0, config.beta1) >= 0, "numbers from 0"),
         ("--group-size", config.group_size >= 2, "2 or more trajectories to compare"),
+        ("--steps, --checkpoint-every", min(config.steps, config.checkpoint_every) >= 1, "numbers from 1"),
         ("--minibatches", 1 <= config.minibatches <= config.tasks_per_step, "1 to --tasks-per-step"),
         ("--compact-at", 0 < config.compact_at <= 1, "a part of the context, 0 < f <= 1"),
         ("--temperature", config.temperature > 0, "a number above 0"),
         ("--max-summary-tokens", config.max_summary_tokens < config.max_context, "less than --max-context"),
         ("--corpus", bool(config.corpus) == bool(config.tasks), "both --tasks and --corpus, or neither"),
-        ("--tasks", not config.model or config.tasks, "a file of tasks for --model"),
+        ("--tasks", bool(config.tasks) or not config.model, "a file of tasks for --model"),
+        ("--model", bool(config.model) or not config.tasks, "a model that can read --tasks"),
         ("--engine", config.engine == "hf", "hf; vllm is not built yet"),
     ):
         if not holds:
@@ -142,7 +142,8 @@ def warm_start(config: Config) -> str:
     aside = folder.with_name(f"{folder.name}.{time.time_ns()}")
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
-    aside.rename(folder)
+    if not folder.exists():  # another run may have been faster
+        aside.rename(folder)
     return str(folder)
 
 
@@ -222,14 +223,9 @@ ESTIMATORS = {"mosaic": mosaic_credit, "broadcast": broadcast_credit, "igpo": ig
 
 def sampled_logprobs(model, segments: list, config: Config) -> tuple[list, list]:
     """(log-probs, entropies) of the tokens of each segment that the policy sampled."""
-    return phi.token_logprobs(
-        model,
-        [segment.token_ids for segment in segments],
-        [segment.sampled[1:] for segment in segments],
-        config.token_budget,
-        with_entropy=True,
-        temperature=config.temperature,
-    )
+    ids = [segment.token_ids for segment in segments]
+    wanted = [segment.sampled[1:] for segment in segments]
+    return phi.token_logprobs(model, ids, wanted, config.token_budget, True, temperature=config.temperature)
 
 
 def token_rows(trajectories: list[Trajectory], spans: list) -> list[list[tuple]]:
@@ -268,7 +264,7 @@ def update(model, optimizer, trajectories: list[Trajectory], spans: list, step: 
             (loss * config.minibatches).backward()
             change_T = logprobs_T.detach() - old_T
             outside = (change_T.exp() < 1 - config.clip_low) | (change_T.exp() > 1 + config.clip_high)
-            sums.update({"loss": loss.item(), "tokens": len(old_T), "clipped": outside.sum().item()})
+            sums.update({"loss": loss.item(), "tokens": len(old_T), "clip_fraction": outside.sum().item()})
             sums["entropy"] += entropy_T.sum().item()
             if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
                 sums.update({"gap": change_T.abs().sum().item(), "gap_tokens": len(old_T)})
@@ -276,20 +272,17 @@ def update(model, optimizer, trajectories: list[Trajectory], spans: list, step: 
         optimizer.step()
         optimizer.zero_grad()
         sums["grad_norm"] += norm.item() / config.minibatches
-    return {
-        "loss": sums["loss"],
-        "grad_norm": sums["grad_norm"],
-        "entropy": sums["entropy"] / sums["tokens"],
-        "clip_fraction": sums["clipped"] / sums["tokens"],
-        "engine_gap": sums["gap"] / sums["gap_tokens"],
-    }
+    sums["gap"] /= sums.pop("gap_tokens")
+    tokens = sums.pop("tokens")
+    means = {key: sums[key] / tokens for key in ("entropy", "clip_fraction")}
+    return {"loss": sums["loss"], "grad_norm": sums["grad_norm"], "engine_gap": sums["gap"], **means}
 
 
 # ---- The folder of a run -----------------------------------------------------------------------------------
 
 
 def append_lines(path: Path, rows: list[dict]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8", errors="replace") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -325,8 +318,7 @@ def tasks_of_step(tasks: list, step: int, config: Config) -> list:
     picked = []
     for k in range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step):
         epoch, place = divmod(k, len(tasks))
-        order = random.Random(f"{config.seed} {epoch}").sample(range(len(tasks)), len(tasks))
-        picked.append(tasks[order[place]])
+        picked.append(random.Random(f"{config.seed} {epoch}").sample(tasks, len(tasks))[place])
     return picked
 
 
@@ -353,7 +345,7 @@ def train(config: Config) -> None:
         tasks, held_out = harness.load_tasks(config.tasks), []
         tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
     else:
-        tasks, tools = harness.offline_tasks(config.steps * config.tasks_per_step, config.seed), None
+        tasks, tools = harness.offline_tasks(2000, config.seed), None
         held_out = harness.offline_tasks(config.eval_tasks, 0, "held-out")
     source = str(folder) if config.resume else config.model or warm_start(config)
     model, tokenizer = harness.load_policy(source)
@@ -373,8 +365,7 @@ def train(config: Config) -> None:
     else:
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
         if held_out:
-            results = {"before": held_out_results(held_out, engine, chat, config, tools, model)}
-            (out / "eval.json").write_text(json.dumps(results, indent=1))
+            evaluate_held_out("before", held_out, engine, chat, config, tools, model)
 
     bar = tqdm(range(first, config.steps), desc=config.out, initial=first, total=config.steps)
     for step in bar:
@@ -389,6 +380,8 @@ def train(config: Config) -> None:
         groups = [[t for t in group if t.reward is not None] for group in groups]
         groups = [group for group in groups if group]
         trajectories = [trajectory for group in groups for trajectory in group]
+        if not trajectories:
+            raise ValueError("search or judge is down: not one rollout of this step has a verdict")
         score_sessions(model, trajectories, chat, config.token_budget)
         for group in groups:
             normalised = mosaic.normalise_by_kind(by_session(group, "gain"), by_session(group, "kind"))
@@ -405,11 +398,10 @@ def train(config: Config) -> None:
         engine.load_weights(model.named_parameters())
         clock.append(time.perf_counter())
 
-        wins = [[t.reward > mosaic.SUCCESS for t in group] for group in groups]
+        wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
         row = {"step": step, **summarise(trajectories), **metrics, "dropped": len(rolled) - len(trajectories)}
-        row["mixed_groups"] = sum(any(w) and not all(w) for w in wins)
-        row["all_success_groups"] = sum(all(w) for w in wins)
-        row["all_failure_groups"] = sum(not any(w) for w in wins)
+        row |= {"all_success_groups": wins.count(1), "all_failure_groups": wins.count(0)}
+        row["mixed_groups"] = len(wins) - wins.count(1) - wins.count(0)
         phases = ("rollout", "phi", "credit", "update", "sync")
         row |= {f"seconds_{phase}": b - a for phase, (a, b) in zip(phases, pairwise(clock))}
         append_lines(out / "metrics.jsonl", [row])
@@ -420,26 +412,22 @@ def train(config: Config) -> None:
             save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, step + 1, config)
 
     if held_out:
-        results = json.loads((out / "eval.json").read_text())
-        results["after"] = held_out_results(held_out, engine, chat, config, tools, model)
-        (out / "eval.json").write_text(json.dumps(results, indent=1))
-        for when, row in results.items():
-            low, high = row["interval"]
-            print(
-                f"{when:>6}: accuracy {row['accuracy']:.3f} [{low:.3f}, {high:.3f}] sampled, "
-                f"{row['accuracy_greedy']:.3f} greedy; {row['sessions']:.2f} sessions, "
-                f"{row['positive_ig'] or 0:.2f} of them with positive gain"
-            )
+        evaluate_held_out("after", held_out, engine, chat, config, tools, model)
 
 
-def held_out_results(tasks: list, engine, chat, config: Config, tools, model) -> dict:
-    """Sampled and greedy, always with the same seed."""
-    engine.generator.manual_seed(0)
-    row, _ = evaluate(tasks, engine, chat, config, tools, model)
-    engine.temperature = 0.0
-    greedy, _ = evaluate(tasks, engine, chat, config, tools, model, "evaluation, greedy")
-    engine.temperature = config.temperature
-    return {**row, "accuracy_greedy": greedy["accuracy"], "interval_greedy": greedy["interval"]}
+def evaluate_held_out(when: str, tasks: list, engine, chat, config: Config, tools, model) -> None:
+    """Sampled, always with the same seed, and greedy; into eval.json."""
+    rows = []
+    for engine.temperature in (0.0, config.temperature):
+        engine.generator.manual_seed(0)
+        rows.append(evaluate(tasks, engine, chat, config, tools, model)[0])
+    path = Path(config.out) / "eval.json"
+    results = json.loads(path.read_text()) if when == "after" else {}
+    results[when] = rows[1] | {f"{key}_greedy": rows[0][key] for key in ("accuracy", "interval")}
+    path.write_text(json.dumps(results, indent=1))
+    text = "accuracy {accuracy:.3f} [{interval[0]:.3f}, {interval[1]:.3f}], greedy {accuracy_greedy:.3f}"
+    for name, row in results.items():
+        print(f"{name:>6}: {text.format(**row)}; {row['sessions']:.2f} sessions")
 
 
 if __name__ == "__main__":
