@@ -24,9 +24,8 @@ import mosaic
 import phi
 from harness import Limits, Trajectory
 
+
 # ---- Rollouts and what their sessions are worth ------------------------------------------------------------
-
-
 def roll_out(tasks: list, engine, chat, limits: Limits, tools=None, progress: str = "") -> list[Trajectory]:
     """One rollout per task, all at once; `progress` names the bar that counts them."""
 
@@ -83,11 +82,6 @@ def wilson(successes: float, n: int) -> list[float]:
     return [centre - half, centre + half]
 
 
-def average(values) -> float | None:
-    values = list(values)
-    return fmean(values) if values else None
-
-
 def summarise(trajectories: list[Trajectory]) -> dict:
     """Figures of trajectories that have a reward; None where there is none. Gains: nats a token."""
     wins = [t for t in trajectories if t.reward > mosaic.SUCCESS]
@@ -95,6 +89,11 @@ def summarise(trajectories: list[Trajectory]) -> dict:
     paid = [session for t in trajectories for session in t.sessions[:-1]]
     n_sessions = [len(t.sessions) for t in trajectories]
     n_tokens = [sum(len(segment.token_ids) for segment in t.segments) for t in trajectories]
+
+    def average(values) -> float | None:
+        values = list(values)
+        return fmean(values) if values else None
+
     row = {
         "n": len(trajectories),
         "reward": average(t.reward for t in trajectories),
@@ -131,8 +130,6 @@ def evaluate(
 
 
 # ---- Reading -----------------------------------------------------------------------------------------------
-
-
 def describe(trajectory: Trajectory, chat) -> dict:
     """A trajectory as plain data: a line of trajectories.jsonl."""
     task = trajectory.task
@@ -164,8 +161,6 @@ def show(path: str, n: int) -> None:
 
 
 # ---- The program -------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class Config(Limits):
     """Flags of an evaluation. Those of `Limits` come from the checkpoint unless they are given."""
@@ -173,13 +168,12 @@ class Config(Limits):
     model: str = HfArg(default="", help="folder or hub id of the policy")
     tasks: str = HfArg(default="", help="JSONL file of tasks; empty: held-out tasks of the offline world")
     corpus: str = HfArg(default="", help="JSONL file or folder of documents to search for --tasks")
-    n: int = HfArg(default=512, help="held-out tasks of the offline world")
+    n: int = HfArg(default=512, help="held-out tasks of the offline world; trajectories that --show prints")
     seed: int = HfArg(default=0, help="seed of the sampling")
     temperature: float = HfArg(default=1.0, help="sampling temperature")
     greedy: bool = HfArg(default=False, help="take the likeliest token always")
     out: str = HfArg(default="", help="file for a line a question; empty: beside the model")
-    show: str = HfArg(default="", help="print the last trajectories of this file and do nothing else")
-    last: int = HfArg(default=4, help="how many of them")
+    show: str = HfArg(default="", help="print the last n trajectories of this file and do nothing else")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -191,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
             inherited = json.loads(saved.read_text())
             limits = {field.name: inherited[field.name] for field in dataclasses.fields(Limits)}
             config = harness.parse_flags(Config, argv, __doc__, limits)
-        show(config.show, config.last) if config.show else run(config)
+        show(config.show, config.n) if config.show else run(config)
     except ValueError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

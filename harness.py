@@ -35,9 +35,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Qwen
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 from transformers.hf_argparser import HfArg, HfArgumentParser
 
+
 # ---- Data model --------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Task:
     """A question, its reference answer y*, and in the offline world its own documents, id -> text."""
@@ -134,8 +133,6 @@ class InfraError(Exception):
 
 
 # ---- Tasks and corpora -------------------------------------------------------------------------------------
-
-
 def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
     """("file:line", object) of each line. ValueError names the line that lacks a `required` string."""
     try:
@@ -303,8 +300,6 @@ class Chat:
 
 
 # ---- Engines -----------------------------------------------------------------------------------------------
-
-
 def load_policy(source: str):
     """(model in float32, tokenizer) of a folder or hub id. ValueError: they cannot be loaded."""
     try:
@@ -324,11 +319,7 @@ class HFEngine:
         self.waiting, self.runner = [], None
 
     def load_weights(self, named_tensors) -> None:
-        """Copy the trainer's weights, unless engine and trainer share one model."""
-        own = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in named_tensors:
-                own[name].copy_(tensor)
+        """Engine and trainer share one model: it holds the new weights already."""
 
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
         """-> (sampled ids, with the stop token at their end; log-probs; "stop" or, without it, "length")."""
@@ -385,197 +376,160 @@ class HFEngine:
 
 
 # ---- The agent ---------------------------------------------------------------------------------------------
-
-
-def parse_call(text: str) -> tuple[str, str] | None:
-    """(tool, argument) of the inside of one <tool_call>, in either spelling; None if it is malformed.
-
-    >>> parse_call("<function=visit><parameter=id>7</parameter></function>")
-    ('visit', '7')
-    """
+def parse_call(text: str) -> tuple[str, str]:
+    """(tool, argument) of the inside of one <tool_call>, in either spelling; ("", "") if it is malformed."""
     spelled = r"\s*<function=(\w+)>\s*<parameter=(\w+)>(.*?)</parameter>\s*</function>\s*"
     match = re.fullmatch(spelled, text, re.S)
     try:
         call = {"name": match[1], "arguments": {match[2]: match[3]}} if match else json.loads(text)
-        name, value = call["name"], call["arguments"][TOOLS[call["name"]]]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return (name, value.strip()) if isinstance(value, str) and value.strip() else None
+        value = call["arguments"][TOOLS[call["name"]]].strip()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        value = ""
+    return (call["name"], value) if value else ("", "")
 
 
-def parse_turn(text: str) -> tuple[str, list[tuple[str, str] | None]]:
+def parse_turn(text: str) -> tuple[str, list[tuple[str, str]]]:
     """(answer or "", calls) of one turn of the policy, outside of what it thought."""
     text = text.rsplit("</think>", 1)[-1]
     answers = re.findall(r"<answer>(.*?)</answer>", text, re.S)
     calls = [parse_call(inside) for inside in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.S)]
     unclosed = text.count("<tool_call>") > len(calls)
-    return (answers[-1].strip() if answers else ""), calls + [None] * unclosed
+    return (answers[-1].strip() if answers else ""), calls + [("", "")] * unclosed
 
 
-@dataclass
-class Run:
-    """What the coroutines of one trajectory share."""
+class Agent:
+    """One trajectory in the making: the coroutines that run its sessions, and what they share."""
 
-    trajectory: Trajectory
-    engine: object
-    chat: Chat
-    tools: object
-    limits: Limits
-    context: int = 0  # tokens at which a session has to end
-    turn: int = 0  # tokens that one turn with its tool responses may add
-    summary: int = 0  # tokens that a compact session may add
-    sessions: int = 0  # opened so far
-    calls: int = 0
+    def __init__(self, task: Task, engine, chat: Chat, limits: Limits, tools):
+        """ValueError unless the prompt, one turn and a summary fit the limits."""
+        self.trajectory = Trajectory(task)
+        self.engine, self.chat, self.limits, self.tools = engine, chat, limits, tools
+        self.n_sessions = self.n_calls = 0
+        self.texts = PROMPTS[limits.prompts]
+        self.forks, self.compacts = (limits.mode in (mode, "both") for mode in ("subagent", "compaction"))
+        for key, value in vars(limits).items():
+            if key.startswith("max_") and value < (2 if key == "max_summary_tokens" else 1):
+                raise ValueError(f"--{key.replace('_', '-')} {value}: expected a larger number")
+        # What one turn with its tool responses may add to a context, and what a compact session may: an
+        # instruction and a summary, and once more for the shorter try.
+        ends = len(chat.generation + chat.close)
+        self.turn_room = ends + limits.max_turn_tokens + limits.max_response_tokens
+        self.compact_room, prompt = 0, len(self.main_prompt([]))
+        if self.compacts:
+            tries = [chat.user(chat.own(self.texts[key])) for key in ("compact", "shorter")]
+            self.compact_room = sum(map(len, tries)) + 2 * ends + 3 * limits.max_summary_tokens // 2
+            prompt = len(self.main_prompt(chat.own(self.texts["summary"]))) + limits.max_summary_tokens
+        part = limits.compact_at if self.compacts else 1.0
+        self.room = int(limits.max_context * part) - self.turn_room - self.compact_room
+        if prompt > self.room:
+            need = math.ceil((prompt + self.turn_room + self.compact_room) / part)
+            raise ValueError(f"--max-context {limits.max_context}: expected {need} for task {task.id!r}")
+        need = limits.max_parallel_calls * (len(chat.response([])) + 8)
+        if need > limits.max_response_tokens:
+            raise ValueError(f"--max-response-tokens: expected {need} for --max-parallel-calls of them")
 
-    def own(self, key: str) -> list[int]:
-        return self.chat.own(PROMPTS[self.limits.prompts][key])
+    def main_prompt(self, summary: list[int]) -> list[int]:
+        question = self.chat.foreign(self.trajectory.task.question)
+        return self.chat.prompt(self.texts["delegate" if self.forks else "single"], question + summary)
 
+    def open_segment(self, prompt: list[int]) -> tuple[int, Segment]:
+        self.n_sessions += 1
+        self.trajectory.segments.append(Segment())
+        self.trajectory.segments[-1].append(prompt)
+        return len(self.trajectory.segments) - 1, self.trajectory.segments[-1]
 
-def make_run(task: Task, engine, chat: Chat, limits: Limits, tools) -> Run:
-    """A rollout that has not begun. ValueError unless its prompt, one turn and a summary fit the context."""
-    run = Run(Trajectory(task), engine, chat, tools, limits)
-    for key, value in vars(limits).items():
-        if key.startswith("max_") and value < (2 if key == "max_summary_tokens" else 1):
-            raise ValueError(f"--{key.replace('_', '-')} {value}: expected a larger number")
-    compacts = limits.mode in ("compaction", "both")
-    run.context = int(limits.max_context * (limits.compact_at if compacts else 1))
-    ends = len(chat.generation) + len(chat.close)
-    run.turn = ends + limits.max_turn_tokens + limits.max_response_tokens
-    prompt = len(main_prompt(run, []))
-    if compacts:  # room for the instruction and a summary, and once more for the shorter try
-        tries = len(run.own("compact") + run.own("shorter")) + 2 * (len(chat.user([])) + ends)
-        run.summary = tries + limits.max_summary_tokens + limits.max_summary_tokens // 2
-        prompt = len(main_prompt(run, run.own("summary"))) + limits.max_summary_tokens
-    need = prompt + run.turn + run.summary
-    if need > run.context:
-        raise ValueError(f"--max-context {limits.max_context}: task {task.id!r} needs room for {need} tokens")
-    need = limits.max_parallel_calls * (len(chat.response([])) + 8)
-    if need > limits.max_response_tokens:
-        raise ValueError(f"--max-response-tokens: expected {need} or more for --max-parallel-calls of them")
-    return run
+    async def sample_turn(self, segment: Segment, max_new_tokens: int) -> tuple[list[int], str]:
+        """One turn of the policy, appended as drawn. -> (sampled ids, finish reason)."""
+        segment.turns.append(len(segment.token_ids))
+        segment.append(self.chat.generation)
+        context, close = segment.token_ids[:], self.chat.close
+        ids, logprobs, finish = await self.engine.generate(context, max_new_tokens, close[:1])
+        segment.append(ids, logprobs)
+        segment.append(close[1:] if finish == "stop" else close)
+        return ids, finish
 
-
-def main_prompt(run: Run, summary: list[int]) -> list[int]:
-    role = "delegate" if run.limits.mode in ("subagent", "both") else "single"
-    question = run.chat.foreign(run.trajectory.task.question)
-    return run.chat.prompt(PROMPTS[run.limits.prompts][role], question + summary)
-
-
-def open_segment(run: Run, prompt: list[int]) -> int:
-    run.sessions += 1
-    run.trajectory.segments.append(Segment())
-    run.trajectory.segments[-1].append(prompt)
-    return len(run.trajectory.segments) - 1
-
-
-async def sample_turn(run: Run, segment: Segment, max_new_tokens: int) -> tuple[list[int], str]:
-    """One turn of the policy, appended as drawn. -> (sampled ids, finish reason)."""
-    segment.turns.append(len(segment.token_ids))
-    segment.append(run.chat.generation)
-    stop = run.chat.close[:1]
-    ids, logprobs, finish = await run.engine.generate(segment.token_ids[:], max_new_tokens, stop)
-    segment.append(ids, logprobs)
-    segment.append(run.chat.close[1:] if finish == "stop" else run.chat.close)
-    return ids, finish
-
-
-async def react(run: Run, index: int, tools: list[str], max_turns: int) -> tuple[str, str]:
-    """ReAct in one segment. -> (answer, turns, context, truncated or malformed: why it ended; the answer)."""
-    segment = run.trajectory.segments[index]
-    for _ in range(max_turns):
-        if len(segment.token_ids) + run.turn + run.summary > run.context:
-            return "context", ""
-        ids, finish = await sample_turn(run, segment, run.limits.max_turn_tokens)
-        if finish == "length":
-            return "truncated", ""
-        answer, calls = parse_turn(run.chat.decode(ids))
-        if answer:
-            return "answer", answer
-        if not calls or len(calls) > run.limits.max_parallel_calls:
-            calls = [None]
-        if None in calls:
-            run.trajectory.malformed += 1
-            if run.trajectory.malformed >= run.limits.max_malformed:
+    async def react(self, index: int, tools: list[str], max_turns: int) -> tuple[str, str]:
+        """ReAct in one segment. -> (answer, turns, context, truncated or malformed; the answer)."""
+        segment = self.trajectory.segments[index]
+        for _ in range(max_turns):
+            if len(segment.token_ids) > self.room:
+                return "context", ""
+            ids, finish = await self.sample_turn(segment, self.limits.max_turn_tokens)
+            if finish == "length":
+                return "truncated", ""
+            answer, calls = parse_turn(self.chat.decode(ids))
+            if answer:
+                return "answer", answer
+            if not calls or len(calls) > self.limits.max_parallel_calls:
+                calls = [("", "")]
+            self.trajectory.malformed += ("", "") in calls
+            if self.trajectory.malformed >= self.limits.max_malformed:
                 return "malformed", ""
-        await respond(run, index, calls, tools)
-    return "turns", ""
+            # All calls of a turn at once; their responses in call order, a user turn each.
+            room = self.limits.max_response_tokens // len(calls) - len(self.chat.response([]))
+            for text, fork in await asyncio.gather(*[self.call(tools, *call) for call in calls]):
+                before = (index, len(segment.token_ids))
+                segment.append(self.chat.response(self.chat.foreign(text, room)))
+                if fork is not None:  # M7: its gain is that of merging its result into the main context
+                    fork.before, fork.after = before, (index, len(segment.token_ids))
+                    self.trajectory.sessions.append(fork)
+        return "turns", ""
 
+    async def call(self, tools: list[str], name: str, argument: str) -> tuple[str, Session | None]:
+        """-> (the response; the subagent's session if there was one)."""
+        self.n_calls += 1
+        if not name:
+            return "Error: malformed call.", None
+        if name not in tools:
+            return "Error: unknown tool.", None
+        if self.n_calls > self.limits.max_calls:
+            return "Error: no calls left.", None
+        if name != "delegate":
+            return await getattr(self.tools, name)(argument), None
+        # A subagent: a fresh context with its own tools and budget, and no forks of its own.
+        if self.n_sessions >= self.limits.max_sessions:
+            return "Error: no sessions left.", None
+        room = self.room - len(self.chat.prompt(self.texts["subagent"], []))
+        prompt = self.chat.prompt(self.texts["subagent"], self.chat.foreign(argument, room))
+        index, segment = self.open_segment(prompt)
+        why, answer = await self.react(index, ["search", "visit"], self.limits.max_subagent_turns)
+        fork = Session("subagent", index, 0, len(segment.token_ids))
+        return (answer if why == "answer" else "No result."), fork
 
-async def respond(run: Run, index: int, calls: list, tools: list[str]) -> None:
-    """Run the calls of a turn concurrently; append their responses in call order, a user turn each."""
-    segment = run.trajectory.segments[index]
-    room = run.limits.max_response_tokens // len(calls) - len(run.chat.response([]))
-    for text, fork in await asyncio.gather(*[call_tool(run, tools, *(call or ("", ""))) for call in calls]):
-        before = (index, len(segment.token_ids))
-        segment.append(run.chat.response(run.chat.foreign(text, room)))
-        if fork is not None:  # M7: a fork's gain is that of merging its result into the main context
-            fork.before, fork.after = before, (index, len(segment.token_ids))
-            run.trajectory.sessions.append(fork)
+    async def compact(self, segment: Segment) -> list[int] | None:
+        """A compact session goes on in the context it summarises. -> the summary's ids; None: cut off."""
+        self.n_sessions += 1
+        for instruction, share in (("compact", 1), ("shorter", 2)):
+            segment.append(self.chat.user(self.chat.own(self.texts[instruction])))
+            ids, finish = await self.sample_turn(segment, self.limits.max_summary_tokens // share)
+            if finish == "stop":
+                end = self.chat.tokenizer.get_vocab().get("</think>")
+                thought = len(ids) - ids[::-1].index(end) if end in ids else 0
+                return [i for i in ids[thought:] if i not in self.chat.control]
+        return None
 
-
-async def call_tool(run: Run, tools: list[str], name: str, argument: str) -> tuple[str, Session | None]:
-    """-> (the response; the subagent's session if there was one)."""
-    run.calls += 1
-    if not name:
-        return "Error: malformed call.", None
-    if name not in tools:
-        return "Error: unknown tool.", None
-    if run.calls > run.limits.max_calls:
-        return "Error: no calls left.", None
-    if name == "delegate":
-        return await delegate(run, argument)
-    return await getattr(run.tools, name)(argument), None
-
-
-async def delegate(run: Run, task: str) -> tuple[str, Session | None]:
-    """A subagent: a fresh context with its own tools and budget, and no forks of its own."""
-    if run.sessions >= run.limits.max_sessions:
-        return "Error: no sessions left.", None
-    system = PROMPTS[run.limits.prompts]["subagent"]
-    room = run.context - run.turn - run.summary - len(run.chat.prompt(system, []))
-    index = open_segment(run, run.chat.prompt(system, run.chat.foreign(task, room)))
-    why, answer = await react(run, index, ["search", "visit"], run.limits.max_subagent_turns)
-    stop = len(run.trajectory.segments[index].token_ids)
-    return (answer if why == "answer" else "No result."), Session("subagent", index, 0, stop)
-
-
-async def compact(run: Run, index: int) -> list[int] | None:
-    """A compact session goes on in the context that it summarises. -> the summary's ids; None: cut off."""
-    segment = run.trajectory.segments[index]
-    run.sessions += 1
-    for instruction, share in (("compact", 1), ("shorter", 2)):
-        segment.append(run.chat.user(run.own(instruction)))
-        ids, finish = await sample_turn(run, segment, run.limits.max_summary_tokens // share)
-        if finish == "stop":
-            end = run.chat.tokenizer.get_vocab().get("</think>")
-            thought = len(ids) - ids[::-1].index(end) if end in ids else 0
-            return [i for i in ids[thought:] if i not in run.chat.control]
-    return None
-
-
-async def main_agent(run: Run) -> None:
-    """Normal sessions, joined by compact ones in the modes that have them, until one of them is final."""
-    trajectory, limits = run.trajectory, run.limits
-    tools = ["search", "visit"] + ["delegate"] * (limits.mode in ("subagent", "both"))
-    turns_left = limits.max_turns
-    prompt = main_prompt(run, [])
-    while True:
-        index = open_segment(run, prompt)
-        segment = trajectory.segments[index]
-        trajectory.stop, trajectory.answer = await react(run, index, tools, turns_left)
-        turns_left -= len(segment.turns)
-        end = len(segment.token_ids)
-        trajectory.sessions.append(Session("normal", index, 0, end, (index, len(prompt)), (index, end)))
-        if trajectory.stop != "context" or not run.summary or run.sessions + 2 > limits.max_sessions:
-            return
-        summary = await compact(run, index)
-        session = Session("compact", index, end, len(segment.token_ids), before=(index, end))
-        trajectory.sessions.append(session)
-        if summary is None:
-            trajectory.stop = "truncated"
-            return
-        prompt = main_prompt(run, run.own("summary") + summary)
-        session.after = (len(trajectory.segments), len(prompt))
+    async def run(self) -> None:
+        """Normal sessions, joined by compact ones in the modes that have them, until one of them is final."""
+        trajectory, limits = self.trajectory, self.limits
+        prompt, turns_left = self.main_prompt([]), limits.max_turns
+        while True:
+            index, segment = self.open_segment(prompt)
+            tools = ["search", "visit"] + ["delegate"] * self.forks
+            trajectory.stop, trajectory.answer = await self.react(index, tools, turns_left)
+            turns_left -= len(segment.turns)
+            end = len(segment.token_ids)
+            trajectory.sessions.append(Session("normal", index, 0, end, (index, len(prompt)), (index, end)))
+            full = trajectory.stop == "context"
+            if not (full and self.compacts and self.n_sessions + 2 <= limits.max_sessions):
+                return
+            summary = await self.compact(segment)
+            session = Session("compact", index, end, len(segment.token_ids), before=(index, end))
+            trajectory.sessions.append(session)
+            if summary is None:
+                trajectory.stop = "truncated"
+                return
+            prompt = self.main_prompt(self.chat.own(self.texts["summary"]) + summary)
+            session.after = (len(trajectory.segments), len(prompt))
 
 
 async def exact_match(task: Task, answer: str) -> float:
@@ -586,12 +540,11 @@ async def exact_match(task: Task, answer: str) -> float:
 
 
 async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, judge=exact_match) -> Trajectory:
-    """One attempt at a Task.
+    """One attempt at a Task; mode goes before that of `limits`. ValueError: it cannot be made.
 
-    engine has `async generate(token_ids, max_new_tokens, stop) -> (ids, logprobs, finish_reason)`; tokenizer
-    is one with a chat template, or its `Chat`; mode goes before that of `limits`; tools have `async
-    search(query)` and `async visit(id)`, None is a `Corpus` over task.docs; judge is `async (task, answer) ->
-    reward`. ValueError: unknown mode, a prompt that does not fit, nothing to search in.
+    tokenizer: one with a chat template, or its `Chat`. engine: `async generate(token_ids, max_new_tokens,
+    stop) -> (ids, logprobs, finish_reason)`. tools: `async search(query)` and `async visit(id)`; None: a
+    `Corpus` of the task's documents. judge: `async (task, answer) -> reward`.
     """
     limits = replace(limits or Limits(), **({"mode": mode} if mode else {}))
     if limits.mode not in get_args(Mode):
@@ -599,10 +552,10 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     if tools is None and not task.docs:
         raise ValueError(f"task {task.id!r}: expected tools, or documents of its own to search in")
     chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer)
-    run = make_run(task, engine, chat, limits, tools or Corpus(task.docs, limits.top_k))
-    trajectory = run.trajectory
+    agent = Agent(task, engine, chat, limits, tools or Corpus(task.docs, limits.top_k))
+    trajectory = agent.trajectory
     try:
-        await main_agent(run)
+        await agent.run()
         trajectory.reward = await judge(task, trajectory.answer) if trajectory.stop == "answer" else 0.0
     except InfraError:
         trajectory.stop = "infra"

@@ -31,8 +31,8 @@ def _vector(values, name):
         vector = torch.as_tensor(values, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be numbers: {error}") from None
-    _check(vector.dim() == 1 and len(vector) > 0, f"{name} must be a non-empty row, not {list(vector.shape)}")
-    _check(torch.isfinite(vector).all(), f"{name} must be finite, not {vector.tolist()}")
+    good = vector.dim() == 1 and len(vector) > 0 and torch.isfinite(vector).all()
+    _check(good, f"{name} must be a non-empty row of finite numbers, not {vector.tolist()}")
     return vector
 
 
@@ -53,7 +53,7 @@ def _standardise(x):
 # ---- M1, M2: one advantage per trajectory, the same for all its sessions -----------------------------------
 def grpo_advantage(rewards):
     """M1: A_i = (R_i - mean(R)) / (std(R) + 1e-6), std with n-1; 0 where all rewards are equal.
-    rewards [G] -> [G]. ValueError: empty group; a reward that is missing (None), NaN or infinite.
+    rewards [G] -> [G]. ValueError: empty group; a reward that is None, NaN or infinite.
     >>> grpo_advantage([1, 0, 0, 0])
     tensor([ 1.5000, -0.5000, -0.5000, -0.5000])
     """
@@ -62,7 +62,7 @@ def grpo_advantage(rewards):
 
 def broadcast_advantage(rewards, kinds):
     """M2, the baseline: A_ij = A_i for every session.
-    rewards [G], kinds G lists [N_i] -> G tensors [N_i]. ValueError: as M1; unknown kind; unequal lengths.
+    rewards [G], kinds G lists [N_i] -> G tensors [N_i].
     >>> broadcast_advantage([1, 0], [["normal", "compact", "normal"], ["normal"]])
     [tensor([0.7071, 0.7071, 0.7071]), tensor([-0.7071])]
     """
@@ -88,9 +88,8 @@ def centred_rank(counts):
 def session_aware_advantage(rewards, counts, rho=0.2, beta0=0.1, beta1=0.2):
     """M4: A_i^sat = (1 - rho u_i) A_i. M5, for a homogeneous group: all succeed, A_i^sat = -beta1 u_i;
     all fail, A_i^sat = beta0 min(u_i, 0), so giving up early is penalised and wandering never rewarded.
-    M4's orderings are promised for rewards 0 and 1. Graded ones all above 0.5, or none, take M5 as well: M1
-    makes some successes of such a group negative, and for a negative success M4 prefers more sessions.
-    rewards [G], counts [G] -> [G]. ValueError: as M1; rho outside 0 <= rho < 1; beta < 0; unequal lengths.
+    M4's orderings are promised for rewards 0 and 1; graded ones all above 0.5, or none, take M5 as well.
+    rewards [G], counts [G] -> [G]. ValueError: rho outside 0 <= rho < 1; a beta below 0.
     >>> session_aware_advantage([1, 1, 0, 0], [1, 3, 1, 3])
     tensor([ 1.0392,  0.6928, -1.0392, -0.6928])
     """
@@ -129,12 +128,11 @@ def normalise_by_kind(gains, kinds, pooled=False):
     """M8: r^_ij = (r_ij - mean) / (std + 1e-6) over all non-final sessions of that kind in the group.
     A kind seen once or without spread gets 0. Final sessions are in no statistic and get 0.
     gains G tensors [N_i], kinds G lists [N_i] -> G tensors [N_i]. pooled=True: one statistic over all kinds,
-    to compare with: it is biased against compact sessions. ValueError: empty, unequal, not finite, unknown.
+    to compare with: it is biased against compact sessions.
     >>> kinds = [["normal", "compact", "normal"], ["normal", "compact", "normal"]]
     >>> normalise_by_kind([[2.0, -0.5, 0.0], [1.0, -0.1, 0.0]], kinds)
     [tensor([ 0.7071, -0.7071,  0.0000]), tensor([-0.7071,  0.7071,  0.0000])]
     """
-    _check(gains is not None and len(gains) > 0, "gains must hold one trajectory or more")
     gains = [_vector(gain_N, "gains of a trajectory") for gain_N in gains]
     _check_kinds(kinds, len(gains))
     members = {}
@@ -157,8 +155,7 @@ def mosaic_advantage(rewards, kinds, gains, rho=0.2, beta0=0.1, beta1=0.2, lam=0
     """M11: A_ij = A_i^sat + lam r^_ij after M9, failure gate: in an all-failure group r^ <- min(r^, 0), and
     M10, direction gate: a sum that is 0, or not on A_i^sat's side of 0, is dropped for A_i^sat itself.
     rewards [G], kinds G lists [N_i], gains G tensors [N_i] from M7 -> G tensors [N_i].
-    Ablations: session_aware=False has M1's A_i for A_i^sat; shaping=False leaves r^ out and never looks at
-    gains (None will do); both together are M2. ValueError: as M1, M4 and M8; a negative lam.
+    Ablations: session_aware=False has M1's A_i for A_i^sat; shaping=False leaves r^ out; both off are M2.
     >>> kinds = [["normal", "compact", "normal"], ["normal", "compact", "normal"]]
     >>> mosaic_advantage([1, 0], kinds, [[2.0, -0.5, 0.0], [1.0, -0.1, 0.0]])
     [tensor([0.7778, 0.6364, 0.7071]), tensor([-0.7778, -0.6364, -0.7071])]
@@ -184,14 +181,13 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     """M12: -J = -sum_t weights_t min(w_t A_t, clip(w_t, 1-clip_low, 1+clip_high) A_t), w = exp(new - old).
     All tensors [T], the sampled tokens of any part of the batch -> scalar to minimise.
     weights are 1 / (G T_i), T_i the sampled tokens of the whole trajectory: the losses of all parts add up
-    to -J, however the batch is cut; no tokens, 0. ValueError: unequal shapes; a negative clip range.
+    to -J, however the batch is cut; no tokens, 0.
     >>> logprobs, old_logprobs = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.5, 0.125]).log()
     >>> policy_loss(logprobs, old_logprobs, torch.ones(2), torch.tensor([0.5, 0.5]))
     tensor(-1.1000)
     """
     shapes = [tuple(row.shape) for row in (logprobs, old_logprobs, advantages, weights)]
     _check(len(set(shapes)) == 1 and logprobs.dim() == 1, f"all four must be [T], not {shapes}")
-    _check(0 <= clip_low <= 1 and clip_high >= 0, f"the clip range is wrong: {clip_low}, {clip_high}")
     # critical: detached, else an old that shares the graph of the new cancels its gradient, silently.
     ratio = torch.exp(logprobs - old_logprobs.detach())
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -204,7 +200,6 @@ def igpo_advantage(rewards, turn_probs, gamma=1.0):
     """Turns t < n earn p_t - p_t-1, z-scored over all of those in the group, p = exp(Phi) the probability of
     the reference answer; turn n earns A_i of M1. A_it = sum over s >= t of gamma^(s - t) earned_is.
     rewards [G], turn_probs G tensors [turns_i + 1], entry 0 at the prompt -> G tensors [turns_i].
-    ValueError: as M1; no turn; not a probability; unequal lengths; gamma outside 0 .. 1.
     >>> igpo_advantage([1, 0], [[0.1, 0.4, 0.9], [0.1, 0.2, 0.2]])
     [tensor([1.4142, 0.7071]), tensor([-1.4142, -0.7071])]
     """
@@ -222,16 +217,3 @@ def igpo_advantage(rewards, turn_probs, gamma=1.0):
         for t in reversed(range(len(advantage) - 1)):
             advantage[t] += gamma * advantage[t + 1]
     return [advantage.float() for advantage in advantages]
-
-
-# ---- From another paper: truncated importance sampling -----------------------------------------------------
-def truncated_importance(trainer_logprobs, engine_logprobs, cap=2.0):
-    """min(exp(trainer - engine), cap), a factor for M12's weights where engine and trainer disagree a little.
-    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", not Mosaic's.
-    Tensors [T], log-probs of the sampled tokens -> [T], no gradient. ValueError: unequal shapes; cap <= 0.
-    >>> truncated_importance(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.4, 0.1]).log())
-    tensor([1.2500, 2.0000])
-    """
-    _check(trainer_logprobs.dim() == 1 and trainer_logprobs.shape == engine_logprobs.shape, "not both [T]")
-    _check(cap > 0, f"cap must be positive; it is {cap}")
-    return torch.exp(trainer_logprobs - engine_logprobs).clamp(max=cap).detach()

@@ -13,20 +13,17 @@ hybrid (Gated DeltaNet) models. Check it: python -m pytest --doctest-modules phi
 """
 
 import copy
-from functools import partial
 from itertools import pairwise
 
 import torch
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 FORWARD_TOKENS = 64  # what reading a few tokens costs, in tokens of a long read (20-150 measured on a CPU)
 
+
 # ---- Token log-probabilities (M12) ----
-
-
 def forward_logprobs(model, ids_BT, wanted_BT, cache=None, chunk=512, temperature=1.0):
     """log pi(token t+1 | tokens ..t) and the policy's entropy there (nats, [M] float32 each) at the M places
     where wanted_BT [B, T-1] is True. The tokens in `cache` come before; the T-1 tokens read extend it.
@@ -45,14 +42,6 @@ def forward_logprobs(model, ids_BT, wanted_BT, cache=None, chunk=512, temperatur
     chunks = zip(hidden_MD.split(chunk), targets_M.split(chunk))
     pairs = [checkpoint(head, *pair, use_reentrant=False, preserve_rng_state=False) for pair in chunks]
     return tuple(torch.cat(parts) for parts in zip(*pairs))
-
-
-def bound_forward(model):
-    """`forward_logprobs` of the model; of a sharded one as a method for which FSDP gathers the parameters."""
-    if isinstance(model, FSDPModule) and not hasattr(model, "forward_logprobs"):
-        model.forward_logprobs = partial(forward_logprobs, model)
-        register_fsdp_forward_method(model, "forward_logprobs")
-    return getattr(model, "forward_logprobs", partial(forward_logprobs, model))
 
 
 def batches_by_length(lengths, token_budget):
@@ -82,7 +71,7 @@ def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entro
     for batch in batches_by_length([len(ids) for ids in sequences], token_budget):
         ids, masks = ([torch.as_tensor(rows[k]) for k in batch] for rows in (sequences, wanted))
         ids_BT, wanted_BT = (pad_sequence(rows, batch_first=True).to(model.device) for rows in (ids, masks))
-        both = bound_forward(model)(ids_BT, wanted_BT.bool(), **options)
+        both = forward_logprobs(model, ids_BT, wanted_BT.bool(), **options)
         parts = (values_M.split([int(mask.sum()) for mask in masks]) for values_M in both)
         for k, logprobs_M, entropies_M in zip(batch, *parts):
             logprobs[k], entropies[k] = logprobs_M, entropies_M
@@ -90,8 +79,6 @@ def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entro
 
 
 # ---- Phi (M6) ----
-
-
 def check_pairs(contexts, answers):
     if len(contexts) != len(answers) or not all(map(len, [*contexts, *answers])):
         raise ValueError("Phi needs as many answers as contexts, and no answer or context may be empty")
@@ -128,7 +115,7 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
     def read(ids, n_wanted, cache):
         ids_BT = torch.tensor([ids], device=model.device)
         wanted_BT = torch.arange(len(ids) - 1, 0, -1, device=model.device)[None] <= n_wanted
-        return bound_forward(model)(ids_BT, wanted_BT, cache)[0]
+        return forward_logprobs(model, ids_BT, wanted_BT, cache)[0]
 
     training = model.training
     model.eval()  # critical: in training mode, gradient checkpointing drops the cache, with a mere warning.

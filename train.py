@@ -32,9 +32,8 @@ import phi
 from eval import describe, evaluate, potentials_at, roll_out, score_sessions, summarise
 from harness import Limits, Trajectory
 
+
 # ---- Config ------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Config(Limits):
     """One run. The fields are the flags; those of `Limits` (harness.py) come first."""
@@ -111,8 +110,6 @@ def make_config(argv: list[str]) -> Config:
 
 
 # ---- Warm start --------------------------------------------------------------------------------------------
-
-
 def warm_start(config: Config) -> str:
     """The folder of the tiny model after behaviour cloning of the scripted agent, made unless it is there."""
     sources = (harness.offline_tasks, harness.offline_tokenizer, harness.offline_model, harness.Demonstrator)
@@ -148,11 +145,8 @@ def warm_start(config: Config) -> str:
 
 
 # ---- Credit ------------------------------------------------------------------------------------------------
-#
-# An estimator takes the trajectories of one group, their gains known, and returns for each of them its spans
-# (segment, start, stop, advantage).
-
-
+# An estimator takes one group, the gains of its sessions known, and returns per trajectory and segment the
+# advantage of every token.
 def by_session(group: list[Trajectory], key: str) -> list[list]:
     return [[getattr(session, key) for session in trajectory.sessions] for trajectory in group]
 
@@ -163,26 +157,27 @@ def set_by_session(group: list[Trajectory], key: str, values: list[torch.Tensor]
             setattr(session, key, value)
 
 
-def mosaic_credit(group: list[Trajectory], config: Config, model, chat) -> list[list[tuple]]:
+def to_tokens(group: list[Trajectory], advantages: list[torch.Tensor]) -> list[list[list[float]]]:
+    set_by_session(group, "advantage", advantages)
+    rows = zip(group, advantages)
+    return [[advantages_N[segment.session].tolist() for segment in t.segments] for t, advantages_N in rows]
+
+
+def mosaic_credit(group: list[Trajectory], config: Config, model, chat) -> list:
     """M11, an advantage per session."""
     inputs = ([t.reward for t in group], by_session(group, "kind"), by_session(group, "gain"))
     strengths = (config.rho, config.beta0, config.beta1, config.lam)
-    advantages = mosaic.mosaic_advantage(*inputs, *strengths, config.session_aware, config.shaping)
-    return session_spans(group, advantages)
+    switches = (config.session_aware, config.shaping)
+    return to_tokens(group, mosaic.mosaic_advantage(*inputs, *strengths, *switches))
 
 
-def broadcast_credit(group: list[Trajectory], config: Config, model, chat) -> list[list[tuple]]:
+def broadcast_credit(group: list[Trajectory], config: Config, model, chat) -> list:
     """M2, the trajectory's advantage for every session."""
-    advantages = mosaic.broadcast_advantage([t.reward for t in group], by_session(group, "kind"))
-    return session_spans(group, advantages)
+    rewards = [trajectory.reward for trajectory in group]
+    return to_tokens(group, mosaic.broadcast_advantage(rewards, by_session(group, "kind")))
 
 
-def session_spans(group: list[Trajectory], advantages: list[torch.Tensor]) -> list[list[tuple]]:
-    set_by_session(group, "advantage", advantages)
-    return [[(s.segment, s.start, s.stop, s.advantage) for s in trajectory.sessions] for trajectory in group]
-
-
-def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> list[list[tuple]]:
+def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> list:
     """IGPO, an advantage per turn of the main agent; a subagent shares that of the turn that sent it."""
     turns = [main_turns(trajectory) for trajectory in group]
     places = [(i, segment, start) for i, turns_n in enumerate(turns) for segment, start, _ in turns_n]
@@ -190,28 +185,25 @@ def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> list[li
     # Entry t is Phi before turn t + 1. The last turn earns the outcome, so nothing is wanted after it.
     chains = [[values[i, segment, start] for segment, start, _ in turns_n] for i, turns_n in enumerate(turns)]
     probs = [torch.tensor(chain + chain[-1:]).exp() for chain in chains]
+    tokens = [[[0.0] * len(segment.token_ids) for segment in t.segments] for t in group]
     advantages = mosaic.igpo_advantage([t.reward for t in group], probs)
-    spans = []
-    for trajectory, turns_n, advantages_n in zip(group, turns, advantages):
-        mine = [(*turn, advantage) for turn, advantage in zip(turns_n, advantages_n.tolist())]
-        for fork in trajectory.sessions:
-            if fork.kind == "subagent":
-                segment, merged = fork.before
-                owner = [a for index, start, stop, a in mine if index == segment and start <= merged < stop]
-                mine.append((fork.segment, fork.start, fork.stop, owner[0]))
-        spans.append(mine)
-    return spans
+    for mine, trajectory, turns_n, advantages_n in zip(tokens, group, turns, advantages):
+        for (segment, start, stop), advantage in zip(turns_n, advantages_n.tolist()):
+            mine[segment][start:stop] = [advantage] * (stop - start)
+        for fork in (session for session in trajectory.sessions if session.kind == "subagent"):
+            segment, merged_at = fork.before
+            mine[fork.segment] = [mine[segment][merged_at]] * (fork.stop - fork.start)
+    return tokens
 
 
 def main_turns(trajectory: Trajectory) -> list[tuple[int, int, int]]:
     """(segment, start, stop) of each turn of the main agent; an instruction to compact is part of it."""
     turns = []
-    for session in trajectory.sessions:
-        if session.kind != "subagent":
-            starts = trajectory.segments[session.segment].turns
-            starts = [start for start in starts if session.start <= start < session.stop]
-            first = session.start if session.kind == "compact" else starts[0]
-            turns += [(session.segment, a, b) for a, b in pairwise([first, *starts[1:], session.stop])]
+    for session in (session for session in trajectory.sessions if session.kind != "subagent"):
+        starts = trajectory.segments[session.segment].turns
+        starts = [start for start in starts if session.start <= start < session.stop]
+        first = session.start if session.kind == "compact" else starts[0]
+        turns += [(session.segment, a, b) for a, b in pairwise([first, *starts[1:], session.stop])]
     return turns
 
 
@@ -219,8 +211,6 @@ ESTIMATORS = {"mosaic": mosaic_credit, "broadcast": broadcast_credit, "igpo": ig
 
 
 # ---- Update ------------------------------------------------------------------------------------------------
-
-
 def sampled_logprobs(model, segments: list, config: Config) -> tuple[list, list]:
     """(log-probs, entropies) of the tokens of each segment that the policy sampled."""
     ids = [segment.token_ids for segment in segments]
@@ -228,27 +218,23 @@ def sampled_logprobs(model, segments: list, config: Config) -> tuple[list, list]
     return phi.token_logprobs(model, ids, wanted, config.token_budget, True, temperature=config.temperature)
 
 
-def token_rows(trajectories: list[Trajectory], spans: list) -> list[list[tuple]]:
+def token_rows(trajectories: list[Trajectory], advantages: list) -> list[list[tuple]]:
     """Per trajectory its segments with old log-probs, advantages and weights, [T] of the sampled tokens."""
     rows = []
-    for trajectory, mine in zip(trajectories, spans):
+    for trajectory, mine in zip(trajectories, advantages):
         # M12's denominators are those of the whole batch, taken here, before anything is split.
         n_sampled = sum(sum(segment.sampled) for segment in trajectory.segments)
         weight = 1 / (len(trajectories) * n_sampled)
         rows.append([])
-        for index, segment in enumerate(trajectory.segments):
-            sampled = torch.tensor(segment.sampled)
-            advantages = torch.zeros(len(sampled))
-            for _, start, stop, advantage in (span for span in mine if span[0] == index):
-                advantages[start:stop] = advantage
-            old = torch.tensor(segment.logprobs)[sampled]
-            rows[-1].append((segment, old, advantages[sampled], torch.full_like(old, weight)))
+        for segment, advantages_T in zip(trajectory.segments, mine):
+            columns = torch.tensor([segment.logprobs, advantages_T, [weight] * len(advantages_T)])
+            rows[-1].append((segment, *columns[:, torch.tensor(segment.sampled)]))
     return rows
 
 
-def update(model, optimizer, trajectories: list[Trajectory], spans: list, step: int, config: Config) -> dict:
+def update(model, optimizer, trajectories: list, advantages: list, step: int, config: Config) -> dict:
     """`minibatches` optimizer steps on one batch (M12). -> metrics."""
-    rows = token_rows(trajectories, spans)
+    rows = token_rows(trajectories, advantages)
     order = random.Random(f"{config.seed} {step}").sample(range(len(rows)), len(rows))
     sums = Counter()
     for m in range(config.minibatches):
@@ -279,8 +265,6 @@ def update(model, optimizer, trajectories: list[Trajectory], spans: list, step: 
 
 
 # ---- The folder of a run -----------------------------------------------------------------------------------
-
-
 def append_lines(path: Path, rows: list[dict]) -> None:
     with path.open("a", encoding="utf-8", errors="replace") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -311,8 +295,6 @@ def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config
 
 
 # ---- The main loop -----------------------------------------------------------------------------------------
-
-
 def tasks_of_step(tasks: list, step: int, config: Config) -> list:
     """Every epoch is a fresh permutation. A function of the step alone, so that resuming is exact."""
     picked = []
@@ -351,7 +333,7 @@ def train(config: Config) -> None:
     model, tokenizer = harness.load_policy(source)
     chat = harness.Chat(tokenizer)
     for task in tasks + held_out:
-        harness.make_run(task, None, chat, config, None)  # a prompt that does not fit is found here
+        harness.Agent(task, None, chat, config, None)  # a prompt that does not fit is found here
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
     engine = harness.HFEngine(model, chat.close[0], config.temperature, config.seed)
     out.mkdir(parents=True, exist_ok=True)
@@ -389,10 +371,10 @@ def train(config: Config) -> None:
         clock.append(time.perf_counter())
 
         credit = ESTIMATORS[config.advantage]
-        spans = [spans for group in groups for spans in credit(group, config, model, chat)]
+        advantages = [mine for group in groups for mine in credit(group, config, model, chat)]
         clock.append(time.perf_counter())
 
-        metrics = update(model, optimizer, trajectories, spans, step, config)
+        metrics = update(model, optimizer, trajectories, advantages, step, config)
         clock.append(time.perf_counter())
 
         engine.load_weights(model.named_parameters())
