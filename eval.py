@@ -1,6 +1,5 @@
 """Evaluation: held-out accuracy, what the sessions were worth, and trajectories for a person to read.
-
-Left out on purpose: pass@k, majority votes, other benchmarks' scorers.
+Left out on purpose: pass@k, majority votes, the scorers of other benchmarks.
 
     python eval.py --model runs/compaction-mosaic-0/checkpoint            # sampled; or --greedy
     python eval.py --show runs/compaction-mosaic-0/trajectories.jsonl     # the credit of each session
@@ -71,11 +70,7 @@ def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: in
 
 
 def wilson(successes: float, n: int) -> list[float]:
-    """95 % Wilson interval of a proportion.
-
-    >>> [round(bound, 3) for bound in wilson(8, 10)]
-    [0.49, 0.943]
-    """
+    """95 % Wilson interval of a proportion."""
     z, p = 1.96, successes / n
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
@@ -122,7 +117,7 @@ def evaluate(
     trajectories = roll_out(tasks, engine, chat, limits, tools, progress)
     scored = [t for t in trajectories if t.reward is not None]
     if not scored:
-        raise ValueError("evaluation: expected a verdict on one question at least; search or judge is down")
+        raise ValueError("search or judge is down: not one question has a verdict")
     score_sessions(model, scored, chat)
     wins = sum(t.reward > mosaic.SUCCESS for t in scored)
     row = {"accuracy": wins / len(scored), "interval": wilson(wins, len(scored)), **summarise(scored)}
@@ -152,11 +147,10 @@ def show(path: str, n: int) -> None:
             print(f"{key + ':':<11}{row[key] or '(none)'}")
         print(f"reward {row['reward']}, ended by: {row['stop']}, sessions: {len(row['sessions'])}\n")
         for j, session in enumerate(row["sessions"], 1):
-            final = j == len(row["sessions"])
-            print(f"--- session {j}, {session['kind']}, advantage {session['advantage']:+.3f}")
-            change = f"{session['phi_before']:.3f} -> {session['phi_after']:.3f} nats per answer token"
-            gain = f"gain {session['gain']:+.3f}, within its kind {session['normalised']:+.2f}"
-            print("    final: no gain of its own" if final else f"    Phi {change}, {gain}")
+            print("--- session {}, {kind}, advantage {advantage:+.3f}".format(j, **session))
+            credit = "Phi {phi_before:.3f} -> {phi_after:.3f} nats per answer token, gain {gain:+.3f}, "
+            credit = (credit + "within its kind {normalised:+.2f}").format(**session)
+            print("    " + (credit if j < len(row["sessions"]) else "final: no gain of its own"))
             print("      | " + session["text"].strip().replace("\n", "\n      | "), end="\n\n")
 
 
@@ -180,22 +174,20 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     try:
         config = harness.parse_flags(Config, argv, __doc__)
-        saved = Path(config.model) / "mosaic.json"
-        if config.model and saved.exists():
-            inherited = json.loads(saved.read_text())
-            limits = {field.name: inherited[field.name] for field in dataclasses.fields(Limits)}
-            config = harness.parse_flags(Config, argv, __doc__, limits)
-        show(config.show, config.n) if config.show else run(config)
+        show(config.show, config.n) if config.show else run(config, argv)
     except ValueError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def run(config: Config) -> None:
-    if not config.model:
-        raise ValueError("--model: expected the folder of a model to evaluate")
-    if bool(config.tasks) != bool(config.corpus):
-        raise ValueError("--tasks, --corpus: expected both or neither")
+def run(config: Config, argv: list[str]) -> None:
+    saved = Path(config.model) / "mosaic.json"
+    if config.model and saved.exists():
+        saved = json.loads(saved.read_text())
+        limits = [f"--{field.name}={saved[field.name]}" for field in dataclasses.fields(Limits)]
+        config = harness.parse_flags(Config, limits + argv, __doc__)
+    if not config.model or bool(config.tasks) != bool(config.corpus):
+        raise ValueError("expected --model, and --tasks and --corpus both or neither")
     tasks, tools = harness.offline_tasks(config.n, 0, "held-out"), None
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
@@ -204,14 +196,13 @@ def run(config: Config) -> None:
     beside = config.model if Path(config.model).is_dir() else "."
     out = Path(config.out or f"{beside}/eval-{decoding}.jsonl")
     out.parent.mkdir(parents=True, exist_ok=True)
+    out.unlink(missing_ok=True)
     model, tokenizer = harness.load_policy(config.model)
     chat = harness.Chat(tokenizer)
     temperature = 0.0 if config.greedy else config.temperature
     engine = harness.HFEngine(model, chat.close[0], temperature, config.seed)
     summary, trajectories = evaluate(tasks, engine, chat, config, tools, model)
-    with out.open("w", encoding="utf-8", errors="replace") as file:
-        for trajectory in trajectories:
-            file.write(json.dumps(describe(trajectory, chat), ensure_ascii=False) + "\n")
+    harness.append_jsonl(out, [describe(trajectory, chat) for trajectory in trajectories])
     print(json.dumps({"decoding": decoding, "seed": config.seed, "file": str(out), **summary}, indent=1))
 
 

@@ -1,7 +1,6 @@
 """The harness: what an agent does between a question and a reward, and how it is written down.
 
 A trajectory is a set of sessions. This file generates them:
-
     normal     ReAct over one context: think, call `search`, `visit` or `delegate`, read, ... `<answer>`
     compact    the context is nearly full: one turn writes a summary, the next normal session starts from it
     subagent   a delegated subtask, worked on in a fresh context; the text it returns is the tool's result
@@ -10,9 +9,8 @@ Everything is token-exact: a segment grows by the very ids that the policy sampl
 around them; nothing that was sampled is ever decoded and encoded again. Foreign text (questions, pages, what
 a subagent returns) is encoded so that it cannot produce a control token.
 
-Left out on purpose: sandboxes, more tools, subagents of subagents, rollouts by a stale policy.
-
-    python train.py --mode compaction        # trains in the offline world at the end of this file
+Left out on purpose: sandboxes, more tools, subagents of subagents, rollouts by a stale policy. Run it:
+python train.py --mode compaction. That trains in the offline world at the end of this file.
 """
 
 import asyncio
@@ -118,14 +116,9 @@ class Limits:
     top_k: int = HfArg(default=3, help="documents that a search returns")
 
 
-def parse_flags(config, argv: list[str], text: str, defaults: dict | None = None):
-    """argv -> a dataclass whose fields are flags. A wrong flag ends the program, with code 2."""
-    parser = HfArgumentParser(config, description=text)
-    parser.set_defaults(**(defaults or {}))
-    try:
-        return parser.parse_args_into_dataclasses(argv)[0]
-    except ValueError as error:
-        parser.error(str(error))
+def parse_flags(config, argv: list[str], text: str):
+    """argv -> a dataclass whose fields are flags. ValueError: a flag that it does not have."""
+    return HfArgumentParser(config, description=text).parse_args_into_dataclasses(argv)[0]
 
 
 class InfraError(Exception):
@@ -158,6 +151,11 @@ def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[s
     return rows
 
 
+def append_jsonl(path: Path, rows: list[dict]) -> None:
+    with path.open("a", encoding="utf-8", errors="replace") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
 def load_tasks(path: str) -> list[Task]:
     """Tasks of a JSONL file with `question`, `answer` and optionally a unique `id`."""
     rows = enumerate(row for _, row in read_jsonl(path, ("question", "answer")))
@@ -165,8 +163,7 @@ def load_tasks(path: str) -> list[Task]:
 
 
 def load_corpus(path: str) -> dict[str, str]:
-    """id -> text (with its title as first line) of a JSONL file (`id`, `text`, optionally `title`), or of the
-    .txt and .md files of a folder."""
+    """id -> text, of a JSONL file (`id`, `text`, perhaps `title`) or of a folder's .txt and .md files."""
     if not Path(path).is_dir():
         rows = [row for _, row in read_jsonl(path, ("id", "text"))]
         return {row["id"]: f"{row.get('title') or ''}\n{row['text']}".strip() for row in rows}
@@ -244,11 +241,8 @@ PROMPTS = {
 
 
 class Chat:
-    """A tokenizer's chat template, cut once into exact token pieces.
-
-    close ends any turn, and the policy itself samples its first id; generation opens the policy's turn; cue,
-    M6's answer cue, opens a turn and the answer in it. ValueError: no template, or one that is unlike.
-    """
+    """A tokenizer's chat template, cut once into exact token pieces. `close` ends any turn, and the policy
+    itself samples its first id; `generation` opens the policy's turn; `cue`, M6's, its answer as well."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -351,8 +345,7 @@ class HFEngine:
         tokens = pad_sequence(rows, batch_first=True, padding_side="left", padding_value=self.pad_id)
         ones = [torch.ones_like(row) for row in rows]
         mask = pad_sequence(ones, batch_first=True, padding_side="left")
-        # critical: without positions that start at the first real token, left padding shifts every row.
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)  # from the first real token, as without the padding
         cache = DynamicCache(config=self.model.config)
         results = [([], [], "") for _ in requests]
         while not all(finish for _, _, finish in results):
@@ -442,8 +435,8 @@ class Agent:
         """One turn of the policy, appended as drawn. -> (sampled ids, finish reason)."""
         segment.turns.append(len(segment.token_ids))
         segment.append(self.chat.generation)
-        context, close = segment.token_ids[:], self.chat.close
-        ids, logprobs, finish = await self.engine.generate(context, max_new_tokens, close[:1])
+        close = self.chat.close
+        ids, logprobs, finish = await self.engine.generate(segment.token_ids[:], max_new_tokens, close[:1])
         segment.append(ids, logprobs)
         segment.append(close[1:] if finish == "stop" else close)
         return ids, finish
@@ -575,7 +568,6 @@ NAMES = """Ada Bela Cato Dino Edda Fynn Gaia Hugo Iris Jona Kara Lino Mira Nils 
 Ugo Vera Wim Xena Yara Zeno Alma Bodo Cleo Dora Emil Fria Gero Hedy Ivar Juno Kian Luna Milo Nora""".split()
 VERBS = ["taught", "hired", "saved", "paid", "married", "painted"]
 FACT = re.compile(rf"(\w+) ({'|'.join(VERBS)}) (\w+)\.")
-SUMMARY_FACTS = 3
 
 
 def offline_tasks(n: int, seed: int, split: str = "train", hops: tuple[int, int] = (2, 4)) -> list[Task]:
@@ -632,8 +624,7 @@ def offline_model(vocab_size: int, seed: int) -> Qwen3ForCausalLM:
     )
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config)
-    # With the library's standard deviation of 0.02, a model this narrow takes thousands of steps to learn to
-    # copy; with wider weights a few hundred.
+    # With the library's deviation of 0.02, a model this narrow learns to copy in thousands of steps, not 500.
     for module in model.modules():
         if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
             torch.nn.init.normal_(module.weight, std=0.08 if isinstance(module, torch.nn.Linear) else 0.5)
@@ -645,14 +636,11 @@ class Demonstrator:
     """A noisy scripted agent with the interface of an engine: reads a context and writes the next turn."""
 
     chat: Chat
-    seed: int
+    rng: random.Random
     waste: float = 0.25  # makes a needless search or visit
     keep: float = 0.75  # keeps a useful fact in a summary
     junk: float = 0.5  # fills a spare place of a summary
     early: float = 0.05  # answers before it knows
-
-    def __post_init__(self):
-        self.rng = random.Random(self.seed)
 
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
         ids = self.chat.own(self.write(self.chat.decode(token_ids))) + stop[:1]
@@ -685,8 +673,8 @@ class Demonstrator:
         return f"{facts[-1] if facts else ''}<tool_call>{call}</tool_call>"
 
     def summary(self, useful: list[str], seen: list[str]) -> str:
-        kept = [fact for fact in useful if self.rng.random() < self.keep][:SUMMARY_FACTS]
+        kept = [fact for fact in useful if self.rng.random() < self.keep][:3]  # there is room for three
         others = [fact for fact in seen if fact not in useful]
-        while len(kept) < SUMMARY_FACTS and others and self.rng.random() < self.junk:
+        while len(kept) < 3 and others and self.rng.random() < self.junk:
             kept.append(others.pop(self.rng.randrange(len(others))))
         return " ".join(kept)

@@ -1,7 +1,6 @@
 """Mosaic's advantages: every formula of the method, M1 to M12, as pure functions of tensors.
 
-A trajectory is a set of sessions: compaction rewrites its context, subagents work in fresh ones. GRPO gives
-it one scalar, and so every session the same credit. Mosaic changes that on two levels:
+A trajectory is a set of sessions. GRPO gives all of them the same credit; Mosaic changes that on two levels:
 - trajectory level, a session-count signal inside the outcome advantage (M3 to M5): among the successes of a
   group fewer sessions earn more; among the failures giving up early costs more than trying on.
 - session level, the marginal information gain (M7 to M10): how much likelier the policy finds the reference
@@ -96,7 +95,7 @@ def session_aware_advantage(rewards, counts, rho=0.2, beta0=0.1, beta1=0.2):
     rewards_G, counts_G = _vector(rewards, "rewards"), _vector(counts, "counts")
     _check(len(counts_G) == len(rewards_G), f"{len(counts_G)} session counts for {len(rewards_G)} rewards")
     _check(0 <= rho < 1, f"rho must be in [0, 1), else it can turn the sign of the outcome; it is {rho}")
-    _check(0 <= beta0 < torch.inf and 0 <= beta1 < torch.inf, f"a beta is not >= 0: {beta0}, {beta1}")
+    _check(beta0 >= 0 and beta1 >= 0, f"beta0 and beta1 must not be negative; they are {beta0}, {beta1}")
     success_G = rewards_G > SUCCESS
     u_G = torch.zeros_like(rewards_G)
     # critical: two ranks, not one, else u carries the outcome and the group mean of M4 is not 0.
@@ -206,10 +205,8 @@ def igpo_advantage(rewards, turn_probs, gamma=1.0):
     outcome_G = _standardise(_vector(rewards, "rewards"))
     probs = [_vector(prob, "turn_probs of a trajectory") for prob in turn_probs]
     _check(len(probs) == len(outcome_G), f"turns of {len(probs)} trajectories for {len(outcome_G)} rewards")
-    _check(0 <= gamma <= 1, f"gamma must be in [0, 1]; it is {gamma}")
-    for prob in probs:
-        good = len(prob) >= 2 and prob.min() >= 0 and prob.max() <= 1 + NOISE
-        _check(good, f"turn_probs must be two or more probabilities exp(Phi), not {prob.tolist()}")
+    good = all(len(prob) >= 2 and prob.min() >= 0 and prob.max() <= 1 + NOISE for prob in probs)
+    _check(good, "turn_probs must be rows of two or more probabilities exp(Phi)")
     changes = [prob[1:-1] - prob[:-2] for prob in probs]  # the last turn's change is not among them
     scores = _standardise(torch.cat(changes)).split([len(change) for change in changes])
     advantages = [torch.cat([score, outcome[None]]) for score, outcome in zip(scores, outcome_G)]

@@ -7,7 +7,6 @@ boundary, and `potentials` gets it, segment by segment, in the cheaper of two wa
     rows   every boundary is a row [context, cue, answer] of a padded batch
     walk   the segment is read once into a cache; at every boundary a fork of the cache reads [cue, answer]
 
-Only `forward_logprobs` touches parameters: "before" and "after", old and new policy are computed alike.
 Left out on purpose: models that soft-cap their logits; packed rows and cropped caches, both silently wrong on
 hybrid (Gated DeltaNet) models. Check it: python -m pytest --doctest-modules phi.py test_mosaic.py
 """
@@ -79,17 +78,13 @@ def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entro
 
 
 # ---- Phi (M6) ----
-def check_pairs(contexts, answers):
-    if len(contexts) != len(answers) or not all(map(len, [*contexts, *answers])):
-        raise ValueError("Phi needs as many answers as contexts, and no answer or context may be empty")
-
-
 @torch.no_grad()
 def answer_logprob(model, contexts, answers, token_budget=16384):
     """Phi, the mean log-likelihood in nats per token of answers[k] after contexts[k] (lists of token ids; the
     cue ends the context): [n] float32 on the CPU. Equal pairs (a group's task prompt) are computed once.
     """
-    check_pairs(contexts, answers)
+    if len(contexts) != len(answers) or not all(map(len, [*contexts, *answers])):
+        raise ValueError("Phi needs as many answers as contexts, and neither may be empty")
     pairs = [(tuple(context), tuple(answer)) for context, answer in zip(contexts, answers)]
     distinct = list(dict.fromkeys(pairs))
     # critical: the mean is over the answer alone; its first token is predicted at the context's last.
@@ -109,7 +104,8 @@ def contexts_at(segment_ids, positions, cue):
 def segment_potentials(model, segment_ids, positions, cue, answer):
     """Phi of segment_ids[:p] + cue for every p of `positions`, in one walk: [len(positions)] float32, CPU."""
     contexts = contexts_at(segment_ids, positions, cue)
-    check_pairs(contexts, [answer] * len(contexts))
+    if not answer or not all(contexts):
+        raise ValueError("Phi needs an answer and a context that are not empty")
     cache, walked, phi = DynamicCache(config=model.config), 0, {}
 
     def read(ids, n_wanted, cache):
@@ -146,7 +142,7 @@ def potentials(model, requests, cue, token_budget=16384):
             contexts += contexts_at(segment_ids, positions, cue)
             answers += [answer] * len(positions)
     rows = iter(answer_logprob(model, contexts, answers, token_budget).tolist())
-    return [
-        torch.tensor([next(rows) for _ in positions]) if phi is None else phi
-        for phi, (_, positions, _) in zip(results, requests)
-    ]
+    for k, (_, positions, _) in enumerate(requests):
+        if results[k] is None:
+            results[k] = torch.tensor([next(rows) for _ in positions])
+    return results

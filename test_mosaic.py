@@ -1,7 +1,4 @@
-"""Formulas against plain loops and by their properties, fast paths against naive ones, runs against reruns.
-
-python -m pytest -q          # the doctests of the other files too
-"""
+"""Formulas against plain loops, fast paths against naive ones, runs against reruns: python -m pytest -q"""
 
 import asyncio
 import json
@@ -94,11 +91,11 @@ def test_igpo_equals_plain_loops():
 
 @pytest.mark.parametrize("value", [0.001, 0.1, 1000.1])
 def test_rounding_is_worth_nothing(value):
-    x, kinds = torch.full((6,), value), [["normal"] * 2] * 6
+    x = torch.full((6,), value)
     x[::2] = torch.nextafter(x[::2], torch.tensor(9e9))
     for values, zero in ((x, True), (x + torch.linspace(0, 1e-5 * max(1, value), 6), False)):
-        gains = torch.stack(mosaic.normalise_by_kind([[v, 7.0] for v in values.tolist()], kinds))
-        assert (not gains.any()) == (not mosaic.grpo_advantage(values).any()) == zero
+        gains = mosaic.normalise_by_kind([[v, 7.0] for v in values.tolist()], [["normal"] * 2] * 6)
+        assert (not torch.stack(gains).any()) == (not mosaic.grpo_advantage(values).any()) == zero
 
 
 @pytest.mark.parametrize("cuts", [[5], [2, 0, 3], [1] * 5])
@@ -119,9 +116,9 @@ IDS = torch.randint(1, 80, (300,), generator=torch.Generator().manual_seed(0)).t
 CUE, ANSWER = IDS[200:205], IDS[205:209]
 
 
+# plain, hybrid (linear and full attention in turn), and one with tied embeddings
 @pytest.fixture(scope="module", params=["Qwen3Config", "Qwen3_5TextConfig", "LlamaConfig"])
 def lm(request):
-    """Tiny random models: plain, hybrid (linear and full attention in turn), and one with tied embeddings."""
     sizes = {"vocab_size": 80, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.1}
     if "5" in request.param:
@@ -136,23 +133,18 @@ def naive_logits(lm, ids):
     return lm(torch.tensor([ids])).logits[0, :-1].float()
 
 
-def naive_phi(lm, context, answer):
-    logp = naive_logits(lm, [*context, *answer]).log_softmax(-1)[-len(answer) :]
-    return sum(logp[t, token] for t, token in enumerate(answer)).item() / len(answer)
-
-
 @pytest.mark.parametrize("forward_tokens", [0, 64, 10**6])  # all walks, a mixture, all rows
 def test_phi_in_rows_and_in_walks(lm, monkeypatch, forward_tokens):
     monkeypatch.setattr(phi, "FORWARD_TOKENS", forward_tokens)
-    requests = [(IDS[:150], [150, 1, 77, 0, 150, 20], ANSWER), (IDS[:40], [7, 40], ANSWER[:1])]
-    requests += [(IDS[9:], [250, 260, 291], CUE)]
+    requests = [(IDS[:150], [150, 1, 77, 0, 150, 20], ANSWER), (IDS[9:], [250, 260, 291], CUE)]
     lm.gradient_checkpointing_enable()
     lm.train()  # as in the middle of training: the cache must survive it
     got = phi.potentials(lm, requests, CUE, token_budget=400)
     lm.gradient_checkpointing_disable()
     for row, (ids, positions, answer) in zip(got, requests):
-        expected = [naive_phi(lm, ids[:p] + CUE, answer) for p in positions]
-        assert row.tolist() == pytest.approx(expected, abs=1e-5)
+        for p, value in zip(positions, row.tolist()):
+            logp = naive_logits(lm, ids[:p] + CUE + answer).log_softmax(-1)[-len(answer) :]
+            assert value == pytest.approx(logp[range(len(answer)), answer].mean().item(), abs=1e-5)
     with pytest.raises(ValueError):
         phi.potentials(lm, [(IDS, [301], ANSWER)], CUE)
 
@@ -211,8 +203,7 @@ def attempt(chat, reply, task=TASK, prompts="offline", **limits):
     assert sum(sum(segment.sampled) for segment in t.segments) == sum(len(new) for _, new, _ in log)
     for ids, new, logprobs in log:  # no two log-probs are alike: each is found in one place only
         a, b = len(ids), len(ids) + len(new)
-        whole = ids + new + chat.close[new[-1] == chat.close[0] :]
-        found = [s for s in t.segments if s.token_ids[: len(whole)] == whole and s.logprobs[a:b] == logprobs]
+        found = [s for s in t.segments if s.token_ids[:b] == ids + new and s.logprobs[a:b] == logprobs]
         assert len(found) == 1 and all(found[0].sampled[a:b]) and b <= limits.max_context
     for i, segment in enumerate(t.segments):
         owners = [[j] * (s.stop - s.start) for j, s in enumerate(t.sessions) if s.segment == i]
@@ -229,8 +220,7 @@ def attempt(chat, reply, task=TASK, prompts="offline", **limits):
         drawn = drawn[: len(drawn) - len(chat.close) + 1] + chat.close
         assert t.segments[following.segment].token_ids[: following.before[1]][-len(drawn) :] == drawn
     forks = [(s.before, s.after) for s in t.sessions if s.kind == "subagent"]  # ... and from merge to merge
-    assert all(a[0] == b[0] and a[1] < b[1] for a, b in forks) and len(t.segments) == len(forks + main[::2])
-    assert all(a[1] <= b[0] for a, b in pairwise(forks))
+    assert all(a[1] <= b[0] for a, b in pairwise(forks)) and len(t.segments) == len(forks + main[::2])
     return t
 
 
@@ -280,20 +270,19 @@ def test_foreign_text_yields_no_control_token(chat):
 
 
 def test_forks_run_at_once_and_merge_in_call_order():
-    both, second = asyncio.Barrier(2), asyncio.Event()
+    both = asyncio.Barrier(2)
 
     async def reply(context, room):
         if "Report." not in context:
             calls = "".join(CALL % ("delegate", "task", f"From {name}") for name in ("Ada", "Bela"))
             return "<answer>Ada</answer>" if "<tool_response>" in context else calls
         await asyncio.wait_for(both.wait(), 9)  # times out unless both requests wait at the same time
-        second.set() if "From Bela" in context else await second.wait()
+        await asyncio.sleep(0.1 * ("From Ada" in context))  # the first call is the last to return
         return f"<answer>{'Bela' if 'From Bela' in context else 'Ada'}</answer>"
 
     t = attempt(CHAT, reply, mode="subagent")
     merged = [CHAT.decode(t.segments[0].token_ids[s.before[1] : s.after[1]]) for s in t.sessions[:-1]]
-    assert ["Ada" in merged[0], "Bela" in merged[1]] == [True, True] and len(t.sessions) == 3
-    assert t.sessions[0].after == t.sessions[1].before
+    assert "Ada" in merged[0] and "Bela" in merged[1] and len(t.sessions) == 3
 
 
 def test_engine_samples_what_the_model_says(lm):
@@ -314,23 +303,13 @@ def test_engine_samples_what_the_model_says(lm):
 
 
 # ---- train.py, eval.py -------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "argv", ["--rho 1", "--max-context 90", "--resume --out x", "--model x --tasks x --corpus x"]
-)
-def test_a_wrong_flag_ends_with_one_sentence(argv, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("x").write_text('{"question": "q", "answer": " ", "id": "1", "text": "t"}\n')
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--warm-start-steps", "1", *argv.split()])
-    assert stop.value.code == 2 and re.search(r"error: .*expected", capsys.readouterr().err)
-
-
 @pytest.mark.parametrize("flags", ["compaction", "single --no-shaping", "subagent --advantage igpo"])
 def test_a_run_and_the_same_run_resumed(tmp_path, monkeypatch, flags):
     async def mixed(task, engine, *args, rollout=harness.rollout, **options):
         drawn = isinstance(engine, harness.HFEngine) and torch.randint(99, (1,), generator=engine.generator)
         lot = int(drawn)  # from the engine's generator, which a resumed run has to restore
-        engine = harness.Demonstrator(CHAT, lot) if lot % 2 and "single" not in flags else engine
+        if lot % 2 and "single" not in flags:
+            engine = harness.Demonstrator(CHAT, random.Random(lot))
         t = await rollout(task, engine, *args, **options)
         t.reward = float(lot % 3 > 0)  # mixed groups, so that there is something to learn
         return t
@@ -351,13 +330,10 @@ def test_a_run_and_the_same_run_resumed(tmp_path, monkeypatch, flags):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_sampled_token_has_one_advantage(mode):
+def test_every_token_has_an_advantage_and_every_trajectory_one_vote(mode):
     config, model = train.make_config(["--mode", mode]), harness.offline_model(len(CHAT.tokenizer), 0)
-    group = evaluation.roll_out([TASK] * 4, harness.Demonstrator(CHAT, 1), CHAT, config)
+    group = evaluation.roll_out([TASK] * 4, harness.Demonstrator(CHAT, random.Random(1)), CHAT, config)
     evaluation.score_sessions(model, group, CHAT)
     for credit in train.ESTIMATORS.values():
-        advantages = credit(group, config, model, CHAT)
-        for t, mine in zip(group, advantages):
-            assert all(len(segment.token_ids) == len(row) for segment, row in zip(t.segments, mine))
-        columns = [column for rows in train.token_rows(group, advantages) for column in rows]
-        assert sum(weights.sum().item() for *_, weights in columns) == pytest.approx(1)
+        for columns in train.token_rows(group, credit(group, config, model, CHAT)):
+            assert sum(weights_T.sum().item() for *_, weights_T in columns) == pytest.approx(1 / 4)

@@ -90,6 +90,7 @@ def make_config(argv: list[str]) -> Config:
         # A model of one's own starts from the fields' defaults, which suit a small one.
         config = harness.parse_flags(Config, PRESETS[config.preset].split() + argv, __doc__)
     config.out = config.out or f"runs/{config.mode}-{config.advantage}-{config.seed}"
+    world = (config.model, config.tasks, config.corpus)
     for flag, holds, expected in (
         ("--rho", 0 <= config.rho < 1, "0 <= rho < 1"),
         ("--lam, --beta0, --beta1", min(config.lam, config.beta0, config.beta1) >= 0, "numbers from 0"),
@@ -99,9 +100,7 @@ def make_config(argv: list[str]) -> Config:
         ("--compact-at", 0 < config.compact_at <= 1, "a part of the context, 0 < f <= 1"),
         ("--temperature", config.temperature > 0, "a number above 0"),
         ("--max-summary-tokens", config.max_summary_tokens < config.max_context, "less than --max-context"),
-        ("--corpus", bool(config.corpus) == bool(config.tasks), "both --tasks and --corpus, or neither"),
-        ("--tasks", bool(config.tasks) or not config.model, "a file of tasks for --model"),
-        ("--model", bool(config.model) or not config.tasks, "a model that can read --tasks"),
+        ("--model, --tasks, --corpus", all(world) or not any(world), "all three, or none"),
         ("--engine", config.engine == "hf", "hf; vllm is not built yet"),
     ):
         if not holds:
@@ -121,7 +120,7 @@ def warm_start(config: Config) -> str:
     tokenizer = harness.offline_tokenizer()
     chat = harness.Chat(tokenizer)
     model = harness.offline_model(len(tokenizer), config.warm_start_seed)
-    demonstrator = harness.Demonstrator(chat, config.warm_start_seed)
+    demonstrator = harness.Demonstrator(chat, random.Random(config.warm_start_seed))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     bar = tqdm(range(config.warm_start_steps), desc="warm start, once")
     for step in bar:
@@ -244,8 +243,8 @@ def update(model, optimizer, trajectories: list, advantages: list, step: int, co
             segments, *columns = zip(*[minibatch[k] for k in part])
             logprobs_T, entropy_T = map(torch.cat, sampled_logprobs(model, segments, config))
             old_T, advantages_T, weights_T = map(torch.cat, columns)
-            clips = (config.clip_low, config.clip_high)
-            loss = mosaic.policy_loss(logprobs_T, old_T, advantages_T, weights_T, *clips)
+            columns_T = (logprobs_T, old_T, advantages_T, weights_T)
+            loss = mosaic.policy_loss(*columns_T, config.clip_low, config.clip_high)
             # A minibatch stands for the whole batch, so its gradient is scaled up to estimate the batch's.
             (loss * config.minibatches).backward()
             change_T = logprobs_T.detach() - old_T
@@ -258,18 +257,12 @@ def update(model, optimizer, trajectories: list, advantages: list, step: int, co
         optimizer.step()
         optimizer.zero_grad()
         sums["grad_norm"] += norm.item() / config.minibatches
-    sums["gap"] /= sums.pop("gap_tokens")
-    tokens = sums.pop("tokens")
-    means = {key: sums[key] / tokens for key in ("entropy", "clip_fraction")}
-    return {"loss": sums["loss"], "grad_norm": sums["grad_norm"], "engine_gap": sums["gap"], **means}
+    means = {key: sums[key] / sums["tokens"] for key in ("entropy", "clip_fraction")}
+    means["engine_gap"] = sums["gap"] / sums["gap_tokens"]
+    return {"loss": sums["loss"], "grad_norm": sums["grad_norm"], **means}
 
 
 # ---- The folder of a run -----------------------------------------------------------------------------------
-def append_lines(path: Path, rows: list[dict]) -> None:
-    with path.open("a", encoding="utf-8", errors="replace") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
 def cut_from(path: Path, step: int) -> None:
     """Drop the lines of `step` and later ones, and a torn last line: they are about to be written again."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
@@ -295,15 +288,6 @@ def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config
 
 
 # ---- The main loop -----------------------------------------------------------------------------------------
-def tasks_of_step(tasks: list, step: int, config: Config) -> list:
-    """Every epoch is a fresh permutation. A function of the step alone, so that resuming is exact."""
-    picked = []
-    for k in range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step):
-        epoch, place = divmod(k, len(tasks))
-        picked.append(random.Random(f"{config.seed} {epoch}").sample(tasks, len(tasks))[place])
-    return picked
-
-
 def main(argv: list[str] | None = None) -> None:
     try:
         train(make_config(sys.argv[1:] if argv is None else argv))
@@ -317,18 +301,18 @@ def train(config: Config) -> None:
         torch.set_num_threads(1)
     out = Path(config.out)
     folder = out / "checkpoint"
-    if config.resume and not folder.exists():
+    if not folder.exists():
         folder = out / "checkpoint.old"  # killed between the two renames of save_checkpoint
     if config.resume and not folder.exists():
         raise ValueError(f"--resume: expected a checkpoint in {out}, found none")
     if not config.resume and (out / "metrics.jsonl").exists():
         raise ValueError(f"--out {out}: expected no run there, found one: --resume it or name another")
+    tasks, tools = harness.offline_tasks(2000, config.seed), None
+    held_out = harness.offline_tasks(config.eval_tasks, 0, "held-out")
     if config.tasks:
         tasks, held_out = harness.load_tasks(config.tasks), []
+        random.Random(config.seed).shuffle(tasks)
         tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
-    else:
-        tasks, tools = harness.offline_tasks(2000, config.seed), None
-        held_out = harness.offline_tasks(config.eval_tasks, 0, "held-out")
     source = str(folder) if config.resume else config.model or warm_start(config)
     model, tokenizer = harness.load_policy(source)
     chat = harness.Chat(tokenizer)
@@ -353,7 +337,9 @@ def train(config: Config) -> None:
     for step in bar:
         clock = [time.perf_counter()]
         engine.generator.manual_seed(config.seed * 1_000_003 + step)
-        batch = [task for task in tasks_of_step(tasks, step, config) for _ in range(config.group_size)]
+        # A function of the step alone, so that resuming is exact.
+        places = range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step)
+        batch = [tasks[k % len(tasks)] for k in places for _ in range(config.group_size)]
         rolled = roll_out(batch, engine, chat, config, tools)
         clock.append(time.perf_counter())
 
@@ -382,12 +368,13 @@ def train(config: Config) -> None:
 
         wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
         row = {"step": step, **summarise(trajectories), **metrics, "dropped": len(rolled) - len(trajectories)}
-        row |= {"all_success_groups": wins.count(1), "all_failure_groups": wins.count(0)}
-        row["mixed_groups"] = len(wins) - wins.count(1) - wins.count(0)
+        counts = {"all_success_groups": wins.count(1), "all_failure_groups": wins.count(0)}
+        row |= {**counts, "mixed_groups": len(wins) - sum(counts.values())}
         phases = ("rollout", "phi", "credit", "update", "sync")
         row |= {f"seconds_{phase}": b - a for phase, (a, b) in zip(phases, pairwise(clock))}
-        append_lines(out / "metrics.jsonl", [row])
-        append_lines(out / "trajectories.jsonl", [{"step": step, **describe(t, chat)} for t in trajectories])
+        lines = [{"step": step, **describe(trajectory, chat)} for trajectory in trajectories]
+        harness.append_jsonl(out / "metrics.jsonl", [row])
+        harness.append_jsonl(out / "trajectories.jsonl", lines)
         speed = row["tokens"] * row["n"] / (clock[-1] - clock[0])
         bar.set_postfix_str(f"reward {row['reward']:.2f} sessions {row['sessions']:.2f} {speed:.0f} tok/s")
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
