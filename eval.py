@@ -49,10 +49,9 @@ def potentials_at(model, trajectories: list[Trajectory], places: list, chat, tok
         answer = chat.foreign(trajectories[i].task.answer)
         requests.append((trajectories[i].segments[segment].token_ids, positions_P, answer))
     values = {}
-    if requests:
-        found = phi.potentials(model, requests, chat.cue, token_budget)
-        for (key, positions_P), phi_P in zip(positions.items(), found):
-            values |= {(*key, position): value for position, value in zip(positions_P, phi_P.tolist())}
+    found = phi.potentials(model, requests, chat.cue, token_budget)
+    for (key, positions_P), phi_P in zip(positions.items(), found):
+        values |= {(*key, position): value for position, value in zip(positions_P, phi_P.tolist())}
     return values
 
 
@@ -79,10 +78,7 @@ def wilson(successes: float, n: int) -> list[float]:
 
 def summarise(trajectories: list[Trajectory]) -> dict:
     """Figures of trajectories that have a reward; None where there is none. Gains: nats a token."""
-    wins = [t for t in trajectories if t.reward > mosaic.SUCCESS]
-    losses = [t for t in trajectories if t.reward <= mosaic.SUCCESS]
     paid = [session for t in trajectories for session in t.sessions[:-1]]
-    n_sessions = [len(t.sessions) for t in trajectories]
     n_tokens = [sum(len(segment.token_ids) for segment in t.segments) for t in trajectories]
 
     def average(values) -> float | None:
@@ -92,13 +88,13 @@ def summarise(trajectories: list[Trajectory]) -> dict:
     row = {
         "n": len(trajectories),
         "reward": average(t.reward for t in trajectories),
-        "sessions": average(n_sessions),
-        "sessions_success": average(len(t.sessions) for t in wins),
-        "sessions_failure": average(len(t.sessions) for t in losses),
+        "sessions": average(len(t.sessions) for t in trajectories),
+        "sessions_success": average(len(t.sessions) for t in trajectories if t.reward > mosaic.SUCCESS),
+        "sessions_failure": average(len(t.sessions) for t in trajectories if t.reward <= mosaic.SUCCESS),
         "positive_ig": average(session.gain > 0 for session in paid),
         "ig_per_session": average(session.gain for session in paid),
         "tokens": average(n_tokens),
-        "tokens_per_session": sum(n_tokens) / max(1, sum(n_sessions)),
+        "tokens_per_session": sum(n_tokens) / sum(len(t.sessions) for t in trajectories),
         "malformed": sum(t.malformed for t in trajectories),
         "stops": dict(Counter(t.stop for t in trajectories)),
     }
@@ -110,14 +106,12 @@ def summarise(trajectories: list[Trajectory]) -> dict:
     return row
 
 
-def evaluate(
-    tasks: list, engine, chat, limits: Limits, tools, model, progress="evaluation"
-) -> tuple[dict, list]:
+def evaluate(tasks: list, engine, chat, limits: Limits, tools, model) -> tuple[dict, list]:
     """One rollout per task; `model` scores the gains of its sessions. -> (summary, trajectories)."""
-    trajectories = roll_out(tasks, engine, chat, limits, tools, progress)
+    trajectories = roll_out(tasks, engine, chat, limits, tools, "evaluation")
     scored = [t for t in trajectories if t.reward is not None]
     if not scored:
-        raise ValueError("search or judge is down: not one question has a verdict")
+        raise harness.UserError("search or judge is down: not one question has a verdict")
     score_sessions(model, scored, chat)
     wins = sum(t.reward > mosaic.SUCCESS for t in scored)
     row = {"accuracy": wins / len(scored), "interval": wilson(wins, len(scored)), **summarise(scored)}
@@ -140,8 +134,8 @@ def describe(trajectory: Trajectory, chat) -> dict:
 def show(path: str, n: int) -> None:
     """Print the last n trajectories of a file, session by session with their credit."""
     for where, row in harness.read_jsonl(path)[-n:]:
-        if "sessions" not in row or "reference" not in row:
-            raise ValueError(f"--show {where}: expected a trajectory, as in trajectories.jsonl")
+        if "sessions" not in row:
+            raise harness.UserError(f"--show {where}: expected a trajectory, as in trajectories.jsonl")
         print("=" * 100, f"\n{where}  step {row.get('step', '-')}, task {row['id']}", sep="")
         for key in ("question", "reference", "answer"):
             print(f"{key + ':':<11}{row[key] or '(none)'}")
@@ -157,25 +151,26 @@ def show(path: str, n: int) -> None:
 # ---- The program -------------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Config(Limits):
-    """Flags of an evaluation. Those of `Limits` come from the checkpoint unless they are given."""
+    """Flags of an evaluation. Those of `Limits` and --temperature come from the checkpoint."""
 
     model: str = HfArg(default="", help="folder or hub id of the policy")
     tasks: str = HfArg(default="", help="JSONL file of tasks; empty: held-out tasks of the offline world")
     corpus: str = HfArg(default="", help="JSONL file or folder of documents to search for --tasks")
-    n: int = HfArg(default=512, help="held-out tasks of the offline world; trajectories that --show prints")
+    n: int = HfArg(default=512, help="held-out tasks of the offline world")
     seed: int = HfArg(default=0, help="seed of the sampling")
     temperature: float = HfArg(default=1.0, help="sampling temperature")
     greedy: bool = HfArg(default=False, help="take the likeliest token always")
     out: str = HfArg(default="", help="file for a line a question; empty: beside the model")
-    show: str = HfArg(default="", help="print the last n trajectories of this file and do nothing else")
+    show: str = HfArg(default="", help="print the last trajectories of this file and do nothing else")
+    last: int = HfArg(default=1, help="how many of them")
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     try:
         config = harness.parse_flags(Config, argv, __doc__)
-        show(config.show, config.n) if config.show else run(config, argv)
-    except ValueError as error:
+        show(config.show, config.last) if config.show else run(config, argv)
+    except harness.UserError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -183,23 +178,24 @@ def main(argv: list[str] | None = None) -> None:
 def run(config: Config, argv: list[str]) -> None:
     saved = Path(config.model) / "mosaic.json"
     if config.model and saved.exists():
-        saved = json.loads(saved.read_text())
-        limits = [f"--{field.name}={saved[field.name]}" for field in dataclasses.fields(Limits)]
-        config = harness.parse_flags(Config, limits + argv, __doc__)
+        of_the_run = json.loads(saved.read_text())
+        keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
+        flags = [f"--{key}={of_the_run[key]}" for key in keys if key in of_the_run]
+        config = harness.parse_flags(Config, flags + argv, __doc__)
     if not config.model or bool(config.tasks) != bool(config.corpus):
-        raise ValueError("expected --model, and --tasks and --corpus both or neither")
+        raise harness.UserError("expected --model, and --tasks and --corpus both or neither")
     tasks, tools = harness.offline_tasks(config.n, 0, "held-out"), None
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
         tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
-    decoding = "greedy" if config.greedy else "sampled"
+    temperature = 0.0 if config.greedy else config.temperature
+    decoding = "sampled" if temperature > 0 else "greedy"
     beside = config.model if Path(config.model).is_dir() else "."
     out = Path(config.out or f"{beside}/eval-{decoding}.jsonl")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     model, tokenizer = harness.load_policy(config.model)
     chat = harness.Chat(tokenizer)
-    temperature = 0.0 if config.greedy else config.temperature
     engine = harness.HFEngine(model, chat.close[0], temperature, config.seed)
     summary, trajectories = evaluate(tasks, engine, chat, config, tools, model)
     harness.append_jsonl(out, [describe(trajectory, chat) for trajectory in trajectories])

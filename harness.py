@@ -5,12 +5,12 @@ A trajectory is a set of sessions. This file generates them:
     compact    the context is nearly full: one turn writes a summary, the next normal session starts from it
     subagent   a delegated subtask, worked on in a fresh context; the text it returns is the tool's result
 
-Everything is token-exact: a segment grows by the very ids that the policy sampled and by the ids of the turns
-around them; nothing that was sampled is ever decoded and encoded again. Foreign text (questions, pages, what
-a subagent returns) is encoded so that it cannot produce a control token.
+What is trained is token-exact: a segment grows by the very ids that the policy sampled and by the ids of the
+turns around them. Foreign text (questions, pages, what a subagent is told and returns) is encoded so that it
+cannot produce a control token.
 
-Left out on purpose: sandboxes, more tools, subagents of subagents, rollouts by a stale policy. Run it:
-python train.py --mode compaction. That trains in the offline world at the end of this file.
+Left out on purpose: sandboxes, more tools, paging through a page, subagents of subagents, stale policies.
+Run it: python train.py --mode compaction. That trains in the offline world at the end of this file.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import random
 import re
 import zlib
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -96,6 +96,14 @@ Mode = Literal["single", "compaction", "subagent", "both"]
 TOOLS = {"search": "query", "visit": "id", "delegate": "task"}  # each tool and its one argument
 
 
+class UserError(ValueError):
+    """What was asked for cannot be done: its sentence says why, and the programs end with it."""
+
+
+class InfraError(Exception):
+    """Search or judge stayed down through all retries."""
+
+
 @dataclass
 class Limits:
     """Mode and budgets of a trajectory. The fields are flags of train.py and eval.py."""
@@ -117,37 +125,37 @@ class Limits:
 
 
 def parse_flags(config, argv: list[str], text: str):
-    """argv -> a dataclass whose fields are flags. ValueError: a flag that it does not have."""
-    return HfArgumentParser(config, description=text).parse_args_into_dataclasses(argv)[0]
-
-
-class InfraError(Exception):
-    """Search or judge stayed down through all retries."""
+    """argv -> a dataclass whose fields are flags."""
+    parser = HfArgumentParser(config, description=text)
+    flags, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        raise UserError(f"{unknown[0]}: expected a flag that --help names")
+    return flags
 
 
 # ---- Tasks and corpora -------------------------------------------------------------------------------------
 def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
-    """("file:line", object) of each line. ValueError names the line that lacks a `required` string."""
+    """("file:line", object) of each line; UserError names the line that lacks a `required` string."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected a readable file of JSON lines in UTF-8 ({error})") from None
+        raise UserError(f"{path}: expected a readable file of JSON lines in UTF-8 ({error})") from None
     rows, ids = [], set()
     for where, line in ((f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: expected a JSON object ({error})") from None
-        for key in required:
-            if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
-                raise ValueError(f"{where}: expected a JSON object with a non-empty string {key!r}")
+            raise UserError(f"{where}: expected a JSON object ({error})") from None
+        texts = [row.get(key) for key in required] if isinstance(row, dict) else [None]
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise UserError(f"{where}: expected a JSON object with non-empty strings {', '.join(required)}")
         id = str(row.get("id", where))
         if required and id in ids:
-            raise ValueError(f"{where}: expected unique ids, found {id!r} again")
+            raise UserError(f"{where}: expected unique ids, found {id!r} again")
         ids.add(id)
         rows.append((where, row))
     if not rows:
-        raise ValueError(f"{path}: expected at least one line with a JSON object, found none")
+        raise UserError(f"{path}: expected at least one line with a JSON object, found none")
     return rows
 
 
@@ -170,7 +178,7 @@ def load_corpus(path: str) -> dict[str, str]:
     files = sorted(file for file in Path(path).rglob("*") if file.suffix in (".txt", ".md"))
     texts = {str(file.relative_to(path)): file.read_text("utf-8", "replace").strip() for file in files}
     if not any(texts.values()):
-        raise ValueError(f"{path}: expected a folder with .txt or .md files that hold text, found none")
+        raise UserError(f"{path}: expected a folder with .txt or .md files that hold text, found none")
     return {id: text for id, text in texts.items() if text}
 
 
@@ -201,7 +209,8 @@ class Corpus:
         lines = []
         for id in sorted(scores, key=lambda id: (-scores[id], id))[: self.top_k]:
             sentences = re.split(r"(?<=[.!?])\s+|\n+", self.docs[id])
-            fit = [sum(self.idf[word] for word in terms if word in self.words(s)) for s in sentences]
+            found = [self.words(sentence) for sentence in sentences]
+            fit = [sum(self.idf[word] for word in terms if word in words) for words in found]
             lines.append(f"[{id}] {sentences[fit.index(max(fit))][:400]}")
         return "\n".join(lines) or "No result."
 
@@ -213,7 +222,7 @@ class Corpus:
 
 RESEARCH = """Think step by step. To use a tool, write a call, then end your turn and wait for the result:
 <tool_call>{"name": "search", "arguments": {"query": "..."}}</tool_call>
-Several calls in one turn run at the same time. The tools:
+A turn may have two calls, which run at the same time. The tools:
 search(query): finds pages and shows one line of each
 visit(id): reads the page with that id"""
 DELEGATE = "\ndelegate(task): hands a subtask, completely described, to an assistant who knows nothing else"
@@ -248,14 +257,15 @@ class Chat:
         self.tokenizer = tokenizer
         name, render = tokenizer.name_or_path, partial(tokenizer.apply_chat_template, tokenize=False)
         if tokenizer.chat_template is None:
-            raise ValueError(f"{name}: expected a tokenizer with a chat template, found none")
+            raise UserError(f"{name}: expected a tokenizer with a chat template, found none")
         marks = ("@@system@@", "@@question@@", "@@turn@@", "@@next@@")
         roles = ("system", "user", "assistant", "user")
         turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
         pieces = re.split("|".join(marks), render(turns))
         short, opened = render(turns[:2]), render(turns[:2], add_generation_prompt=True)
-        if len(pieces) != 5 or not pieces[3].startswith(pieces[4]) or not opened.startswith(short):
-            raise ValueError(f"{name}: expected a chat template that shows turns in order and ends all alike")
+        alike = len(pieces) == 5 and opened.startswith(short) and pieces[3].startswith(pieces[4])
+        if not alike or not pieces[4]:
+            raise UserError(f"{name}: expected a chat template that shows turns in order and ends all alike")
         self.head = pieces[:2]  # the text before the system prompt, and between it and the question
         self.close = self.own(pieces[4])
         self.user_open = self.own(pieces[3].removeprefix(pieces[4]))
@@ -295,13 +305,13 @@ class Chat:
 
 # ---- Engines -----------------------------------------------------------------------------------------------
 def load_policy(source: str):
-    """(model in float32, tokenizer) of a folder or hub id. ValueError: they cannot be loaded."""
+    """(model in float32, tokenizer) of a folder or hub id. UserError: they cannot be loaded."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), tokenizer
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
-        raise ValueError(f"--model {source}: expected a model with its tokenizer ({reason})") from None
+        raise UserError(f"--model {source}: expected a model with its tokenizer ({reason})") from None
 
 
 class HFEngine:
@@ -370,11 +380,9 @@ class HFEngine:
 
 # ---- The agent ---------------------------------------------------------------------------------------------
 def parse_call(text: str) -> tuple[str, str]:
-    """(tool, argument) of the inside of one <tool_call>, in either spelling; ("", "") if it is malformed."""
-    spelled = r"\s*<function=(\w+)>\s*<parameter=(\w+)>(.*?)</parameter>\s*</function>\s*"
-    match = re.fullmatch(spelled, text, re.S)
+    """(tool, argument) of the JSON inside one <tool_call>; ("", "") if it is malformed."""
     try:
-        call = {"name": match[1], "arguments": {match[2]: match[3]}} if match else json.loads(text)
+        call = json.loads(text)
         value = call["arguments"][TOOLS[call["name"]]].strip()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         value = ""
@@ -394,15 +402,15 @@ class Agent:
     """One trajectory in the making: the coroutines that run its sessions, and what they share."""
 
     def __init__(self, task: Task, engine, chat: Chat, limits: Limits, tools):
-        """ValueError unless the prompt, one turn and a summary fit the limits."""
+        """UserError unless the prompt, one turn and a summary fit the limits."""
         self.trajectory = Trajectory(task)
         self.engine, self.chat, self.limits, self.tools = engine, chat, limits, tools
         self.n_sessions = self.n_calls = 0
         self.texts = PROMPTS[limits.prompts]
         self.forks, self.compacts = (limits.mode in (mode, "both") for mode in ("subagent", "compaction"))
-        for key, value in vars(limits).items():
-            if key.startswith("max_") and value < (2 if key == "max_summary_tokens" else 1):
-                raise ValueError(f"--{key.replace('_', '-')} {value}: expected a larger number")
+        for key, value in [(f.name, getattr(limits, f.name)) for f in fields(Limits)]:
+            if key.startswith(("max_", "top_")) and value < (2 if key == "max_summary_tokens" else 1):
+                raise UserError(f"--{key.replace('_', '-')} {value}: expected a larger number")
         # What one turn with its tool responses may add to a context, and what a compact session may: an
         # instruction and a summary, and once more for the shorter try.
         ends = len(chat.generation + chat.close)
@@ -416,10 +424,10 @@ class Agent:
         self.room = int(limits.max_context * part) - self.turn_room - self.compact_room
         if prompt > self.room:
             need = math.ceil((prompt + self.turn_room + self.compact_room) / part)
-            raise ValueError(f"--max-context {limits.max_context}: expected {need} for task {task.id!r}")
+            raise UserError(f"--max-context {limits.max_context}: expected {need} for task {task.id!r}")
         need = limits.max_parallel_calls * (len(chat.response([])) + 8)
         if need > limits.max_response_tokens:
-            raise ValueError(f"--max-response-tokens: expected {need} for --max-parallel-calls of them")
+            raise UserError(f"--max-response-tokens: expected {need} for --max-parallel-calls of them")
 
     def main_prompt(self, summary: list[int]) -> list[int]:
         question = self.chat.foreign(self.trajectory.task.question)
@@ -455,9 +463,10 @@ class Agent:
                 return "answer", answer
             if not calls or len(calls) > self.limits.max_parallel_calls:
                 calls = [("", "")]
-            self.trajectory.malformed += ("", "") in calls
-            if self.trajectory.malformed >= self.limits.max_malformed:
-                return "malformed", ""
+            if ("", "") in calls:
+                self.trajectory.malformed += 1
+                if self.trajectory.malformed >= self.limits.max_malformed:
+                    return "malformed", ""
             # All calls of a turn at once; their responses in call order, a user turn each.
             room = self.limits.max_response_tokens // len(calls) - len(self.chat.response([]))
             for text, fork in await asyncio.gather(*[self.call(tools, *call) for call in calls]):
@@ -533,7 +542,7 @@ async def exact_match(task: Task, answer: str) -> float:
 
 
 async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, judge=exact_match) -> Trajectory:
-    """One attempt at a Task; mode goes before that of `limits`. ValueError: it cannot be made.
+    """One attempt at a Task; mode goes before that of `limits`. UserError: it cannot be made.
 
     tokenizer: one with a chat template, or its `Chat`. engine: `async generate(token_ids, max_new_tokens,
     stop) -> (ids, logprobs, finish_reason)`. tools: `async search(query)` and `async visit(id)`; None: a
@@ -541,9 +550,9 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     """
     limits = replace(limits or Limits(), **({"mode": mode} if mode else {}))
     if limits.mode not in get_args(Mode):
-        raise ValueError(f"mode {limits.mode!r}: expected one of {', '.join(get_args(Mode))}")
+        raise UserError(f"mode {limits.mode!r}: expected one of {', '.join(get_args(Mode))}")
     if tools is None and not task.docs:
-        raise ValueError(f"task {task.id!r}: expected tools, or documents of its own to search in")
+        raise UserError(f"task {task.id!r}: expected tools, or documents of its own to search in")
     chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer)
     agent = Agent(task, engine, chat, limits, tools or Corpus(task.docs, limits.top_k))
     trajectory = agent.trajectory
@@ -618,12 +627,10 @@ def offline_tokenizer() -> FastTokenizer:
 
 def offline_model(vocab_size: int, seed: int) -> Qwen3ForCausalLM:
     """A Qwen3 of 209,000 random parameters."""
-    config = Qwen3Config(
-        **{"vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False},
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=vocab_size, **sizes))
     # With the library's deviation of 0.02, a model this narrow learns to copy in thousands of steps, not 500.
     for module in model.modules():
         if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):

@@ -37,8 +37,7 @@ def _vector(values, name):
 
 def _check_kinds(kinds, group_size):
     _check(len(kinds) == group_size, f"kinds of {len(kinds)} trajectories for a group of {group_size}")
-    for kinds_N in kinds:
-        _check(kinds_N and set(kinds_N) <= set(KINDS), f"sessions of kinds {kinds_N}; known are {KINDS}")
+    _check(all(kinds_N and set(kinds_N) <= set(KINDS) for kinds_N in kinds), f"kinds must be among {KINDS}")
 
 
 def _standardise(x):

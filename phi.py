@@ -58,10 +58,9 @@ def batches_by_length(lengths, token_budget):
 
 
 def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entropy=False, **options):
-    """log pi(token t+1 | tokens ..t) in nats, with gradient, per sequence (token ids [T]): float32 [T-1] on
-    the model's device, or only the entries where `wanted` (bool masks [T-1], say sampled[1:]) is True. With
-    `with_entropy`: (log-probs, entropies), entropies without gradient. `options`: temperature=1.0 divides the
-    logits; chunk=512 is the number of tokens whose logits exist at a time.
+    """log pi(token t+1 | tokens ..t) in nats, with gradient: float32 [T-1] a sequence (token ids [T]), or
+    only the entries where `wanted` (bool masks [T-1], say sampled[1:]) is True; `with_entropy`, and entropies
+    without gradient. `options`: temperature=1.0 divides the logits; chunk=512, tokens whose logits are held.
     """
     wanted = [[True] * (len(ids) - 1) for ids in sequences] if wanted is None else wanted
     if any(len(ids) < 2 or len(mask) != len(ids) - 1 for ids, mask in zip(sequences, wanted, strict=True)):

@@ -168,8 +168,7 @@ def test_token_logprobs_their_gradient_and_entropy(lm, token_budget):
 
 
 # ---- harness.py --------------------------------------------------------------------------------------------
-def qwen_chat():
-    """A byte-level BPE, some of whose added tokens are not special, and a template of Qwen3.5's form."""
+def qwen_chat():  # a byte-level BPE, some added tokens of which are not special; a template of Qwen3.5's form
     core = tokenizers.ByteLevelBPETokenizer()
     core.train_from_iterator([harness.RESEARCH, "<|im_start|><|im_end|></think>"] * 3, vocab_size=600)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core._tokenizer, eos_token="<|im_end|>")
@@ -282,7 +281,7 @@ def test_forks_run_at_once_and_merge_in_call_order():
 
     t = attempt(CHAT, reply, mode="subagent")
     merged = [CHAT.decode(t.segments[0].token_ids[s.before[1] : s.after[1]]) for s in t.sessions[:-1]]
-    assert "Ada" in merged[0] and "Bela" in merged[1] and len(t.sessions) == 3
+    assert len(merged) == 2 and "Ada" in merged[0] and "Bela" in merged[1]
 
 
 def test_engine_samples_what_the_model_says(lm):

@@ -3,7 +3,6 @@
     tasks -> rollouts -> Phi -> gains -> one advantage per session -> per token -> policy loss -> sync
 
 Left out on purpose: a critic, a reward model, a KL penalty, entropy bonuses, rollouts that overlap training.
-
     python train.py --mode compaction            # offline world and tiny model: no GPU, no download
     python train.py --mode compaction --model DIR --tasks my.jsonl --corpus docs/
 """
@@ -11,6 +10,7 @@ Left out on purpose: a critic, a reward model, a KL penalty, entropy bonuses, ro
 import dataclasses
 import inspect
 import json
+import os
 import random
 import shutil
 import sys
@@ -84,36 +84,36 @@ PRESETS = {
 
 
 def make_config(argv: list[str]) -> Config:
-    """The preset's flags, then yours. ValueError: a value that makes no sense."""
+    """The preset's flags, then yours. UserError: a value that makes no sense."""
     config = harness.parse_flags(Config, argv, __doc__)
-    if config.preset == "paper" or not config.model:
-        # A model of one's own starts from the fields' defaults, which suit a small one.
+    if config.preset == "paper" or not config.tasks:
+        # Tasks of one's own start from the fields' defaults, which suit a small model.
         config = harness.parse_flags(Config, PRESETS[config.preset].split() + argv, __doc__)
     config.out = config.out or f"runs/{config.mode}-{config.advantage}-{config.seed}"
-    world = (config.model, config.tasks, config.corpus)
+    n_trajectories = config.tasks_per_step * config.group_size
     for flag, holds, expected in (
         ("--rho", 0 <= config.rho < 1, "0 <= rho < 1"),
         ("--lam, --beta0, --beta1", min(config.lam, config.beta0, config.beta1) >= 0, "numbers from 0"),
         ("--group-size", config.group_size >= 2, "2 or more trajectories to compare"),
-        ("--steps, --checkpoint-every", min(config.steps, config.checkpoint_every) >= 1, "numbers from 1"),
-        ("--minibatches", 1 <= config.minibatches <= config.tasks_per_step, "1 to --tasks-per-step"),
+        ("--steps, --checkpoint-every", min(config.steps, config.checkpoint_every) >= 1, "1 or more"),
+        ("--minibatches", 1 <= config.minibatches <= n_trajectories, "1 to the trajectories of a step"),
         ("--compact-at", 0 < config.compact_at <= 1, "a part of the context, 0 < f <= 1"),
         ("--temperature", config.temperature > 0, "a number above 0"),
-        ("--max-summary-tokens", config.max_summary_tokens < config.max_context, "less than --max-context"),
-        ("--model, --tasks, --corpus", all(world) or not any(world), "all three, or none"),
+        ("--tasks, --corpus", bool(config.tasks) == bool(config.corpus), "both or neither"),
+        ("--model", bool(config.model) or not config.tasks, "a model that can read --tasks"),
         ("--engine", config.engine == "hf", "hf; vllm is not built yet"),
     ):
         if not holds:
-            raise ValueError(f"{flag}: expected {expected}")
+            raise harness.UserError(f"{flag}: expected {expected}")
     return config
 
 
 # ---- Warm start --------------------------------------------------------------------------------------------
 def warm_start(config: Config) -> str:
     """The folder of the tiny model after behaviour cloning of the scripted agent, made unless it is there."""
-    sources = (harness.offline_tasks, harness.offline_tokenizer, harness.offline_model, harness.Demonstrator)
-    keys = [f.name for f in dataclasses.fields(Limits)] + [key for key in vars(config) if "warm_start" in key]
-    recipe = repr([inspect.getsource(source) for source in sources] + [getattr(config, key) for key in keys])
+    keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
+    keys += [key for key in vars(config) if key.startswith("warm_start")]
+    recipe = repr([inspect.getsource(harness)] + [getattr(config, key) for key in keys])
     folder = Path(f"runs/warm-start-{config.mode}-{zlib.crc32(recipe.encode()):08x}")
     if folder.exists():
         return str(folder)
@@ -151,9 +151,8 @@ def by_session(group: list[Trajectory], key: str) -> list[list]:
 
 
 def set_by_session(group: list[Trajectory], key: str, values: list[torch.Tensor]) -> None:
-    for trajectory, values_N in zip(group, values):
-        for session, value in zip(trajectory.sessions, values_N.tolist()):
-            setattr(session, key, value)
+    for session, value in zip([session for t in group for session in t.sessions], torch.cat(values).tolist()):
+        setattr(session, key, value)
 
 
 def to_tokens(group: list[Trajectory], advantages: list[torch.Tensor]) -> list[list[list[float]]]:
@@ -192,6 +191,8 @@ def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> list:
         for fork in (session for session in trajectory.sessions if session.kind == "subagent"):
             segment, merged_at = fork.before
             mine[fork.segment] = [mine[segment][merged_at]] * (fork.stop - fork.start)
+        for session in trajectory.sessions:  # for a reader: that of its last turn
+            session.advantage = mine[session.segment][session.stop - 1]
     return tokens
 
 
@@ -201,7 +202,7 @@ def main_turns(trajectory: Trajectory) -> list[tuple[int, int, int]]:
     for session in (session for session in trajectory.sessions if session.kind != "subagent"):
         starts = trajectory.segments[session.segment].turns
         starts = [start for start in starts if session.start <= start < session.stop]
-        first = session.start if session.kind == "compact" else starts[0]
+        first = session.before[1]
         turns += [(session.segment, a, b) for a, b in pairwise([first, *starts[1:], session.stop])]
     return turns
 
@@ -249,10 +250,10 @@ def update(model, optimizer, trajectories: list, advantages: list, step: int, co
             (loss * config.minibatches).backward()
             change_T = logprobs_T.detach() - old_T
             outside = (change_T.exp() < 1 - config.clip_low) | (change_T.exp() > 1 + config.clip_high)
-            sums.update({"loss": loss.item(), "tokens": len(old_T), "clip_fraction": outside.sum().item()})
-            sums["entropy"] += entropy_T.sum().item()
+            sums.update(loss=loss.item(), tokens=len(old_T), entropy=entropy_T.sum().item())
+            sums["clip_fraction"] += outside.sum().item()
             if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
-                sums.update({"gap": change_T.abs().sum().item(), "gap_tokens": len(old_T)})
+                sums.update(gap=change_T.abs().sum().item(), gap_tokens=len(old_T))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -263,13 +264,7 @@ def update(model, optimizer, trajectories: list, advantages: list, step: int, co
 
 
 # ---- The folder of a run -----------------------------------------------------------------------------------
-def cut_from(path: Path, step: int) -> None:
-    """Drop the lines of `step` and later ones, and a torn last line: they are about to be written again."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    kept = [line + "\n" for line in lines if json.loads(line)["step"] < step]
-    aside = path.with_suffix(".aside")
-    aside.write_text("".join(kept), encoding="utf-8")
-    aside.replace(path)
+LOGS = ("metrics.jsonl", "trajectories.jsonl")
 
 
 def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config: Config) -> None:
@@ -279,7 +274,9 @@ def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     (aside / "mosaic.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
-    torch.save({"step": step, "optimizer": optimizer.state_dict()}, aside / "trainer.pt")
+    sizes = {log: (folder.parent / log).stat().st_size if step else 0 for log in LOGS}
+    state = {"step": step, "optimizer": optimizer.state_dict(), "sizes": sizes}
+    torch.save(state, aside / "trainer.pt")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -291,7 +288,7 @@ def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config
 def main(argv: list[str] | None = None) -> None:
     try:
         train(make_config(sys.argv[1:] if argv is None else argv))
-    except ValueError as error:
+    except harness.UserError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -304,9 +301,9 @@ def train(config: Config) -> None:
     if not folder.exists():
         folder = out / "checkpoint.old"  # killed between the two renames of save_checkpoint
     if config.resume and not folder.exists():
-        raise ValueError(f"--resume: expected a checkpoint in {out}, found none")
+        raise harness.UserError(f"--resume: expected a checkpoint in {out}, found none")
     if not config.resume and (out / "metrics.jsonl").exists():
-        raise ValueError(f"--out {out}: expected no run there, found one: --resume it or name another")
+        raise harness.UserError(f"--out {out}: expected no run there, found one: --resume it or name another")
     tasks, tools = harness.offline_tasks(2000, config.seed), None
     held_out = harness.offline_tasks(config.eval_tasks, 0, "held-out")
     if config.tasks:
@@ -325,13 +322,16 @@ def train(config: Config) -> None:
     if config.resume:
         state = torch.load(folder / "trainer.pt", weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
+        optimizer.param_groups[0]["lr"] = config.lr
         first = state["step"]
-        cut_from(out / "metrics.jsonl", first)
-        cut_from(out / "trajectories.jsonl", first)
-    else:
-        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+        for log, size in state["sizes"].items():  # what came after the checkpoint is written again
+            if (out / log).exists():
+                os.truncate(out / log, size)
+    (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+    if not config.resume:
         if held_out:
             evaluate_held_out("before", held_out, engine, chat, config, tools, model)
+        save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, 0, config)
 
     bar = tqdm(range(first, config.steps), desc=config.out, initial=first, total=config.steps)
     for step in bar:
@@ -349,7 +349,7 @@ def train(config: Config) -> None:
         groups = [group for group in groups if group]
         trajectories = [trajectory for group in groups for trajectory in group]
         if not trajectories:
-            raise ValueError("search or judge is down: not one rollout of this step has a verdict")
+            raise harness.UserError("search or judge is down: not one rollout of this step has a verdict")
         score_sessions(model, trajectories, chat, config.token_budget)
         for group in groups:
             normalised = mosaic.normalise_by_kind(by_session(group, "gain"), by_session(group, "kind"))
@@ -368,8 +368,8 @@ def train(config: Config) -> None:
 
         wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
         row = {"step": step, **summarise(trajectories), **metrics, "dropped": len(rolled) - len(trajectories)}
-        counts = {"all_success_groups": wins.count(1), "all_failure_groups": wins.count(0)}
-        row |= {**counts, "mixed_groups": len(wins) - sum(counts.values())}
+        row |= {"all_success_groups": wins.count(1), "all_failure_groups": wins.count(0)}
+        row["mixed_groups"] = sum(0 < win < 1 for win in wins)
         phases = ("rollout", "phi", "credit", "update", "sync")
         row |= {f"seconds_{phase}": b - a for phase, (a, b) in zip(phases, pairwise(clock))}
         lines = [{"step": step, **describe(trajectory, chat)} for trajectory in trajectories]
@@ -387,11 +387,12 @@ def train(config: Config) -> None:
 def evaluate_held_out(when: str, tasks: list, engine, chat, config: Config, tools, model) -> None:
     """Sampled, always with the same seed, and greedy; into eval.json."""
     rows = []
-    for engine.temperature in (0.0, config.temperature):
+    for temperature in (0.0, config.temperature):
+        engine.temperature = temperature
         engine.generator.manual_seed(0)
         rows.append(evaluate(tasks, engine, chat, config, tools, model)[0])
     path = Path(config.out) / "eval.json"
-    results = json.loads(path.read_text()) if when == "after" else {}
+    results = json.loads(path.read_text()) if when == "after" and path.exists() else {}
     results[when] = rows[1] | {f"{key}_greedy": rows[0][key] for key in ("accuracy", "interval")}
     path.write_text(json.dumps(results, indent=1))
     text = "accuracy {accuracy:.3f} [{interval[0]:.3f}, {interval[1]:.3f}], greedy {accuracy_greedy:.3f}"
