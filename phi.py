@@ -17,16 +17,15 @@ from itertools import pairwise
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 FORWARD_TOKENS = 64  # what reading a few tokens costs, in tokens of a long read (20-150 measured on a CPU)
 
 
 # ---- Token log-probabilities (M12) ----
 def forward_logprobs(model, ids_BT, wanted_BT, cache=None, chunk=512, temperature=1.0):
-    """log pi(token t+1 | tokens ..t) and the policy's entropy there (nats, [M] float32 each) at the M places
-    where wanted_BT [B, T-1] is True. The tokens in `cache` come before; the T-1 tokens read extend it.
-    """
+    """log pi(token t+1 | tokens ..t) and the entropy there (nats, [M] float32 each) at the M places where
+    wanted_BT [B, T-1] is True. The tokens in `cache` come before; the T-1 tokens read extend it."""
     # No attention mask: the padding is on the right, where no earlier token of a causal model sees it.
     output = model.base_model(ids_BT[:, :-1], past_key_values=cache, use_cache=cache is not None)
     hidden_MD, targets_M = output.last_hidden_state[wanted_BT], ids_BT[:, 1:][wanted_BT]
@@ -58,10 +57,9 @@ def batches_by_length(lengths, token_budget):
 
 
 def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entropy=False, **options):
-    """log pi(token t+1 | tokens ..t) in nats, with gradient: float32 [T-1] a sequence (token ids [T]), or
-    only the entries where `wanted` (bool masks [T-1], say sampled[1:]) is True; `with_entropy`, and entropies
-    without gradient. `options`: temperature=1.0 divides the logits; chunk=512, tokens whose logits are held.
-    """
+    """log pi(token t+1 | tokens ..t) in nats, with gradient: float32 [T-1] a sequence (ids [T]), or only
+    the entries where `wanted` (bool masks [T-1]) is True; `with_entropy`, and entropies without gradient.
+    `options`: temperature=1.0 divides the logits; chunk=512 is the number of tokens whose logits are held."""
     wanted = [[True] * (len(ids) - 1) for ids in sequences] if wanted is None else wanted
     if any(len(ids) < 2 or len(mask) != len(ids) - 1 for ids, mask in zip(sequences, wanted, strict=True)):
         raise ValueError("every sequence needs T >= 2 tokens and a mask of length T-1")
@@ -80,8 +78,7 @@ def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entro
 @torch.no_grad()
 def answer_logprob(model, contexts, answers, token_budget=16384):
     """Phi, the mean log-likelihood in nats per token of answers[k] after contexts[k] (lists of token ids; the
-    cue ends the context): [n] float32 on the CPU. Equal pairs (a group's task prompt) are computed once.
-    """
+    cue ends the context): [n] float32 on the CPU. Equal pairs (a group's task prompt) are computed once."""
     if len(contexts) != len(answers) or not all(map(len, [*contexts, *answers])):
         raise ValueError("Phi needs as many answers as contexts, and neither may be empty")
     pairs = [(tuple(context), tuple(answer)) for context, answer in zip(contexts, answers)]
@@ -105,7 +102,9 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
     contexts = contexts_at(segment_ids, positions, cue)
     if not answer or not all(contexts):
         raise ValueError("Phi needs an answer and a context that are not empty")
-    cache, walked, phi = DynamicCache(config=model.config), 0, {}
+    cache, walked, last, phi = DynamicCache(config=model.config), 0, max(positions, default=0), {}
+    # Keys and values can be cropped, so a plain model reads the segment at once; recurrent states cannot.
+    plain = all(type(layer) is DynamicLayer for layer in cache.layers)
 
     def read(ids, n_wanted, cache):
         ids_BT = torch.tensor([ids], device=model.device)
@@ -115,14 +114,17 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
     training = model.training
     model.eval()  # critical: in training mode, gradient checkpointing drops the cache, with a mere warning.
     for p, context in sorted(dict(zip(positions, contexts)).items()):
-        # A probe starts at token p - 1, as with no cue that one predicts the answer. The last reads all left.
-        if walked < p - 1 and p < max(positions):
-            read(context[walked:p], 0, cache)
-            walked = p - 1
+        goal = last if plain else p
+        if walked < goal - 1 and p < last:  # the last probe reads all that is left
+            read(segment_ids[walked:goal], 0, cache)
+            walked = goal - 1
         # critical: a probe writes recurrent states in place; keys and values are rebound and can be shared.
         kv = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
-        probe_cache = copy.deepcopy(cache, {id(tensor): tensor for tensor in kv})
-        phi[p] = read([*context, *answer][walked:], len(answer), probe_cache).mean()
+        fork = copy.deepcopy(cache, {id(tensor): tensor for tensor in kv})
+        start = min(walked, max(p - 1, 0))  # with no cue it is token p - 1 that predicts the answer
+        if start < walked:
+            fork.crop(start - walked)  # so many tokens fewer
+        phi[p] = read([*context, *answer][start:], len(answer), fork).mean()
     model.train(training)
     return torch.tensor([phi[p] for p in positions])
 

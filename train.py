@@ -264,9 +264,6 @@ def update(model, optimizer, trajectories: list, advantages: list, step: int, co
 
 
 # ---- The folder of a run -----------------------------------------------------------------------------------
-LOGS = ("metrics.jsonl", "trajectories.jsonl")
-
-
 def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config: Config) -> None:
     """Written aside, then renamed: a folder of this name is always whole."""
     aside, old = folder.with_name("checkpoint.aside"), folder.with_name("checkpoint.old")
@@ -274,7 +271,8 @@ def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     (aside / "mosaic.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
-    sizes = {log: (folder.parent / log).stat().st_size if step else 0 for log in LOGS}
+    logs = [folder.parent / name for name in ("metrics.jsonl", "trajectories.jsonl")]
+    sizes = {log.name: log.stat().st_size if step else 0 for log in logs}
     state = {"step": step, "optimizer": optimizer.state_dict(), "sizes": sizes}
     torch.save(state, aside / "trainer.pt")
     if folder.exists():
