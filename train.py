@@ -89,7 +89,8 @@ def make_config(argv: list[str]) -> Config:
     if config.preset == "paper" or not config.tasks:
         # Tasks of one's own start from the fields' defaults, which suit a small model.
         config = harness.parse_flags(Config, PRESETS[config.preset].split() + argv, __doc__)
-    config.out = config.out or f"runs/{config.mode}-{config.advantage}-{config.seed}"
+    arm = "-no-".join([config.advantage, *(k for k in ("session_aware", "shaping") if not vars(config)[k])])
+    config.out = config.out or f"runs/{config.mode}-{arm}-{config.seed}"
     n_trajectories = config.tasks_per_step * config.group_size
     for flag, holds, expected in (
         ("--rho", 0 <= config.rho < 1, "0 <= rho < 1"),
@@ -316,12 +317,11 @@ def train(config: Config) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
     engine = harness.HFEngine(model, chat.close[0], config.temperature, config.seed)
     out.mkdir(parents=True, exist_ok=True)
-    first = 0
+    state = {"step": 0}
     if config.resume:
         state = torch.load(folder / "trainer.pt", weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0]["lr"] = config.lr
-        first = state["step"]
         for log, size in state["sizes"].items():  # what came after the checkpoint is written again
             if (out / log).exists():
                 os.truncate(out / log, size)
@@ -331,7 +331,7 @@ def train(config: Config) -> None:
             evaluate_held_out("before", held_out, engine, chat, config, tools, model)
         save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, 0, config)
 
-    bar = tqdm(range(first, config.steps), desc=config.out, initial=first, total=config.steps)
+    bar = tqdm(range(state["step"], config.steps), config.out, initial=state["step"], total=config.steps)
     for step in bar:
         clock = [time.perf_counter()]
         engine.generator.manual_seed(config.seed * 1_000_003 + step)
