@@ -46,7 +46,7 @@ def potentials_at(model, trajectories: list[Trajectory], places: list, chat, tok
         positions.setdefault((i, segment), []).append(position)
     requests = []
     for (i, segment), positions_P in positions.items():
-        answer = chat.foreign(trajectories[i].task.answer)
+        answer = chat.foreign(trajectories[i].reference)
         requests.append((trajectories[i].segments[segment].token_ids, positions_P, answer))
     values = {}
     found = phi.potentials(model, requests, chat.cue, token_budget)
@@ -57,7 +57,7 @@ def potentials_at(model, trajectories: list[Trajectory], places: list, chat, tok
 
 def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: int = 16384) -> None:
     """Write Phi before and after it, and its information gain (M7), into every session but the final ones."""
-    paid = [(i, session) for i, t in enumerate(trajectories) for session in t.sessions[:-1]]
+    paid = [(i, session) for i, t in enumerate(trajectories) for session in t.sessions[:-1] if t.reference]
     places = [(i, *place) for i, session in paid for place in (session.before, session.after)]
     values = potentials_at(model, trajectories, places, chat, token_budget)
     for i, session in paid:
@@ -68,6 +68,25 @@ def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: in
             session.gain = gain
 
 
+def score_forks(model, trajectories: list[Trajectory], chat, token_budget: int = 16384) -> None:
+    """Ours, for the forks in place of M7: Phi at the end with and without what the fork returned."""
+    forks = [(t, s) for t in trajectories for s in t.sessions if s.kind == "subagent" and t.reference]
+    requests = []
+    for t, fork in forks:
+        segment, merges = fork.before[0], [s.after for s in t.sessions if s.kind == "subagent"]
+        # The end is where the policy began its last turn, and so before it states the answer.
+        end = max(t.segments[segment].turns[-1], *(stop for index, stop in merges if index == segment))
+        ids, answer = t.segments[segment].token_ids[:end], chat.foreign(t.reference)
+        without = ids[: fork.before[1]] + chat.response(chat.own(harness.NO_RESULT)) + ids[fork.after[1] :]
+        requests += [(ids, [len(ids)], answer), (without, [len(without)], answer)]
+    values = torch.cat(phi.potentials(model, requests, chat.cue, token_budget) or [torch.zeros(0)])
+    gains = mosaic.counterfactual_gain(values[::2], values[1::2]).tolist() if forks else []
+    for (_, fork), phi_after, phi_before, gain in zip(
+        forks, values[::2].tolist(), values[1::2].tolist(), gains
+    ):
+        fork.phi_before, fork.phi_after, fork.gain = phi_before, phi_after, gain
+
+
 def wilson(successes: float, n: int) -> list[float]:
     """95 % Wilson interval of a proportion."""
     z, p = 1.96, successes / n
@@ -76,61 +95,74 @@ def wilson(successes: float, n: int) -> list[float]:
     return [centre - half, centre + half]
 
 
-def summarise(trajectories: list[Trajectory]) -> dict:
-    """Figures of trajectories that have a reward; None where there is none. Gains: nats a token."""
-    paid = [session for t in trajectories for session in t.sessions[:-1]]
-    n_tokens = [sum(len(segment.token_ids) for segment in t.segments) for t in trajectories]
-
-    def average(values) -> float | None:
-        values = list(values)
-        return fmean(values) if values else None
-
-    row = {
-        "n": len(trajectories),
-        "reward": average(t.reward for t in trajectories),
-        "sessions": average(len(t.sessions) for t in trajectories),
-        "sessions_success": average(len(t.sessions) for t in trajectories if t.reward > mosaic.SUCCESS),
-        "sessions_failure": average(len(t.sessions) for t in trajectories if t.reward <= mosaic.SUCCESS),
-        "positive_ig": average(session.gain > 0 for session in paid),
-        "ig_per_session": average(session.gain for session in paid),
-        "tokens": average(n_tokens),
-        "tokens_per_session": sum(n_tokens) / sum(len(t.sessions) for t in trajectories),
-        "malformed": sum(t.malformed for t in trajectories),
-        "stops": dict(Counter(t.stop for t in trajectories)),
-    }
-    for kind in mosaic.KINDS:
-        mine = [session for session in paid if session.kind == kind]
-        row[f"sessions_{kind}"] = average(sum(s.kind == kind for s in t.sessions) for t in trajectories)
-        row[f"positive_ig_{kind}"] = average(session.gain > 0 for session in mine)
-        row[f"ig_per_session_{kind}"] = average(session.gain for session in mine)
-    return row
-
-
-def evaluate(tasks: list, engine, chat, limits: Limits, tools, model) -> tuple[dict, list]:
-    """One rollout per task; `model` scores the gains of its sessions. -> (summary, trajectories)."""
-    trajectories = roll_out(tasks, engine, chat, limits, tools, "evaluation")
-    scored = [t for t in trajectories if t.reward is not None]
-    if not scored:
-        raise harness.UserError("search or judge is down: not one question has a verdict")
-    score_sessions(model, scored, chat)
-    wins = sum(t.reward > mosaic.SUCCESS for t in scored)
-    row = {"accuracy": wins / len(scored), "interval": wilson(wins, len(scored)), **summarise(scored)}
-    return {**row, "dropped": len(trajectories) - len(scored)}, trajectories
-
-
-# ---- Reading -----------------------------------------------------------------------------------------------
 def describe(trajectory: Trajectory, chat) -> dict:
-    """A trajectory as plain data: a line of trajectories.jsonl."""
+    """A trajectory as plain data: a line of trajectories.jsonl and of eval-sampled.jsonl."""
     task = trajectory.task
     row = {"id": task.id, "question": task.question, "reference": task.answer}
     row |= {key: getattr(trajectory, key) for key in ("answer", "reward", "stop", "malformed")}
-    row["sessions"] = []
+    row |= {"tokens": sum(len(segment.token_ids) for segment in trajectory.segments), "sessions": []}
     for session in trajectory.sessions:
         ids = trajectory.segments[session.segment].token_ids[session.start : session.stop]
         row["sessions"].append({**dataclasses.asdict(session), "text": chat.decode(ids)})
     return row
 
 
+def kept_facts(row: dict) -> list[tuple[int, int]]:
+    """(facts stated, those of them that lead to the answer) of each summary; the offline world's only."""
+    summaries = [s["text"].rsplit("assistant\n", 1)[-1] for s in row["sessions"] if s["kind"] == "compact"]
+    stated, useful = map(harness.FACT.findall, summaries), harness.chain_of(row["question"], row["reference"])
+    return [(len(set(facts)), len(useful & set(facts))) for facts in stated] if useful else []
+
+
+def summarise(rows: list[dict]) -> dict:
+    """Figures of described trajectories that have a reward; None where there is none. Gains: nats a token."""
+    paid = [session for row in rows for session in row["sessions"][:-1]]
+    facts = [pair for row in rows for pair in kept_facts(row)]
+    n_sessions = sum(len(row["sessions"]) for row in rows)
+
+    def average(values) -> float | None:
+        values = list(values)
+        return fmean(values) if values else None
+
+    result = {
+        "n": len(rows),
+        "reward": average(row["reward"] for row in rows),
+        "sessions": n_sessions / len(rows),
+        "sessions_success": average(len(r["sessions"]) for r in rows if r["reward"] > mosaic.SUCCESS),
+        "sessions_failure": average(len(r["sessions"]) for r in rows if r["reward"] <= mosaic.SUCCESS),
+        "facts_kept": average(useful for _, useful in facts),  # of the offline world, per summary
+        "facts_precision": average(useful / stated for stated, useful in facts if stated),
+        "positive_ig": average(session["gain"] > 0 for session in paid),
+        "ig_per_session": average(session["gain"] for session in paid),
+        "tokens": average(row["tokens"] for row in rows),
+        "tokens_per_session": sum(row["tokens"] for row in rows) / n_sessions,
+        "malformed": sum(row["malformed"] for row in rows),
+        "stops": dict(Counter(row["stop"] for row in rows)),
+    }
+    for kind in mosaic.KINDS:
+        mine = [session for session in paid if session["kind"] == kind]
+        result[f"sessions_{kind}"] = sum(s["kind"] == kind for r in rows for s in r["sessions"]) / len(rows)
+        result[f"positive_ig_{kind}"] = average(session["gain"] > 0 for session in mine)
+        result[f"ig_per_session_{kind}"] = average(session["gain"] for session in mine)
+    return result
+
+
+def evaluate(tasks: list, engine, chat, limits: Limits, tools, model, out: Path) -> dict:
+    """One rollout per task, a line each in the file `out`; `model` scores the gains. -> their summary."""
+    trajectories = roll_out(tasks, engine, chat, limits, tools, "evaluation")
+    score_sessions(model, [t for t in trajectories if t.reward is not None], chat)
+    rows = [describe(trajectory, chat) for trajectory in trajectories]
+    out.unlink(missing_ok=True)
+    harness.append_jsonl(out, rows)
+    scored = [row for row in rows if row["reward"] is not None]
+    if not scored:
+        raise harness.UserError("search or judge is down: not one question has a verdict")
+    wins = sum(row["reward"] > mosaic.SUCCESS for row in scored)
+    row = {"accuracy": wins / len(scored), "interval": wilson(wins, len(scored)), **summarise(scored)}
+    return {**row, "dropped": len(rows) - len(scored)}
+
+
+# ---- Reading -----------------------------------------------------------------------------------------------
 def show(path: str, n: int) -> None:
     """Print the last n trajectories of a file, session by session with their credit."""
     for where, row in harness.read_jsonl(path)[-n:]:
@@ -179,6 +211,7 @@ def run(config: Config, argv: list[str]) -> None:
     saved = Path(config.model) / "mosaic.json"
     if config.model and saved.exists():
         of_the_run = json.loads(saved.read_text())
+        of_the_run["mode"] = of_the_run.get("eval_mode", of_the_run["mode"])
         keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
         flags = [f"--{key}={of_the_run[key]}" for key in keys if key in of_the_run]
         config = harness.parse_flags(Config, flags + argv, __doc__)
@@ -193,12 +226,10 @@ def run(config: Config, argv: list[str]) -> None:
     beside = config.model if Path(config.model).is_dir() else "."
     out = Path(config.out or f"{beside}/eval-{decoding}.jsonl")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.unlink(missing_ok=True)
     model, tokenizer = harness.load_policy(config.model)
     chat = harness.Chat(tokenizer)
     engine = harness.HFEngine(model, chat.close[0], temperature, config.seed)
-    summary, trajectories = evaluate(tasks, engine, chat, config, tools, model)
-    harness.append_jsonl(out, [describe(trajectory, chat) for trajectory in trajectories])
+    summary = evaluate(tasks, engine, chat, config, tools, model, out)
     print(json.dumps({"decoding": decoding, "seed": config.seed, "file": str(out), **summary}, indent=1))
 
 

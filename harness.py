@@ -86,6 +86,7 @@ class Trajectory:
     task: Task
     sessions: list[Session] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    reference: str = ""  # y* of M6; "" where there is none
     answer: str = ""
     reward: float | None = None  # None: search or judge was down; never trained as 0
     stop: str = ""  # answer, turns, context, truncated, malformed or infra
@@ -93,6 +94,7 @@ class Trajectory:
 
 
 Mode = Literal["single", "compaction", "subagent", "both"]
+NO_RESULT = "No result."
 TOOLS = {"search": "query", "visit": "id", "delegate": "task"}  # each tool and its one argument
 
 
@@ -212,7 +214,7 @@ class Corpus:
             found = [self.words(sentence) for sentence in sentences]
             fit = [sum(self.idf[word] for word in terms if word in words) for words in found]
             lines.append(f"[{id}] {sentences[fit.index(max(fit))][:400]}")
-        return "\n".join(lines) or "No result."
+        return "\n".join(lines) or NO_RESULT
 
     async def visit(self, id: str) -> str:
         return self.docs.get(id, "Error: unknown page.")
@@ -403,7 +405,7 @@ class Agent:
 
     def __init__(self, task: Task, engine, chat: Chat, limits: Limits, tools):
         """UserError unless the prompt, one turn and a summary fit the limits."""
-        self.trajectory = Trajectory(task)
+        self.trajectory = Trajectory(task, reference=task.answer)
         self.engine, self.chat, self.limits, self.tools = engine, chat, limits, tools
         self.n_sessions = self.n_calls = 0
         self.texts = PROMPTS[limits.prompts]
@@ -496,7 +498,7 @@ class Agent:
         index, segment = self.open_segment(prompt)
         why, answer = await self.react(index, ["search", "visit"], self.limits.max_subagent_turns)
         fork = Session("subagent", index, 0, len(segment.token_ids))
-        return (answer if why == "answer" else "No result."), fork
+        return (answer if why == "answer" else NO_RESULT), fork
 
     async def compact(self, segment: Segment) -> list[int] | None:
         """A compact session goes on in the context it summarises. -> the summary's ids; None: cut off."""
@@ -577,6 +579,7 @@ NAMES = """Ada Bela Cato Dino Edda Fynn Gaia Hugo Iris Jona Kara Lino Mira Nils 
 Ugo Vera Wim Xena Yara Zeno Alma Bodo Cleo Dora Emil Fria Gero Hedy Ivar Juno Kian Luna Milo Nora""".split()
 VERBS = ["taught", "hired", "saved", "paid", "married", "painted"]
 FACT = re.compile(rf"(\w+) ({'|'.join(VERBS)}) (\w+)\.")
+QUESTION = re.compile(r"From (\w+) follow ([\w, ]+)\.")
 
 
 def offline_tasks(n: int, seed: int, split: str = "train", hops: tuple[int, int] = (2, 4)) -> list[Task]:
@@ -599,6 +602,13 @@ def offline_tasks(n: int, seed: int, split: str = "train", hops: tuple[int, int]
             question = f"From {chain[0]} follow {', '.join(verbs)}."
             tasks.append(Task(question, ", ".join(chain[1:]), pages, id=f"{split}-{seed}-{len(tasks)}"))
     return tasks
+
+
+def chain_of(question: str, answer: str) -> set[tuple[str, str, str]]:
+    """The facts that lead to the answer of an offline question; none, if it is another kind of question."""
+    match = QUESTION.fullmatch(question)
+    names = [match[1], *answer.split(", ")] if match else []
+    return set(zip(names, match[2].split(", "), names[1:])) if match else set()
 
 
 def offline_tokenizer() -> FastTokenizer:
@@ -655,7 +665,7 @@ class Demonstrator:
         return ids[:max_new_tokens], [0.0] * len(ids[:max_new_tokens]), finish
 
     def write(self, context: str) -> str:
-        start, verbs = re.search(r"From (\w+) follow ([\w, ]+)\.", context).groups()
+        start, verbs = QUESTION.search(context).groups()
         verbs = verbs.split(", ")
         known = {(a, verb): b for a, verb, b in FACT.findall(context)}
         chain = [start]

@@ -213,3 +213,25 @@ def igpo_advantage(rewards, turn_probs, gamma=1.0):
         for t in reversed(range(len(advantage) - 1)):
             advantage[t] += gamma * advantage[t + 1]
     return [advantage.float() for advantage in advantages]
+
+
+# ---- Ours, beyond the paper; both are off unless asked for -------------------------------------------------
+def counterfactual_gain(phi_with, phi_without):
+    """In place of M7, for forks: r_j = Phi(v_end) - Phi(v_end without j), what fork j was worth in the end.
+    v_end is the main context before the last turn; without j, "No result." stands for what j returned.
+    phi_with, phi_without [n], a pair per fork -> [n]. ValueError: empty, unequal, not finite.
+    >>> counterfactual_gain([-0.5, -0.5], [-2.0, -0.5])
+    tensor([1.5000, 0.0000])
+    """
+    with_n, without_n = _vector(phi_with, "phi_with"), _vector(phi_without, "phi_without")
+    _check(len(with_n) == len(without_n), f"Phi with {len(with_n)} forks and without {len(without_n)}")
+    return (with_n - without_n).float()
+
+
+def group_reference(rewards, answers):
+    """y* of M6 where a task has a verifier but no reference answer: the answer of the first success in the
+    group, for all of it; "" (no shaping) without a success. rewards [G], answers G texts.
+    >>> group_reference([0, 1, 1], ["Ada", "Bela", "Bela."])
+    'Bela'
+    """
+    return next((answer for reward, answer in zip(rewards, answers) if reward > SUCCESS), "")

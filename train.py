@@ -29,7 +29,7 @@ from transformers.hf_argparser import HfArg
 import harness
 import mosaic
 import phi
-from eval import describe, evaluate, potentials_at, roll_out, score_sessions, summarise
+from eval import describe, evaluate, potentials_at, roll_out, score_forks, score_sessions, summarise
 from harness import Limits, Trajectory
 
 
@@ -42,6 +42,8 @@ class Config(Limits):
     advantage: Literal["mosaic", "broadcast", "igpo"] = HfArg(default="mosaic", help="the credit")
     session_aware: bool = HfArg(default=True, help="trajectory level of Mosaic, M4 and M5; without it M1")
     shaping: bool = HfArg(default=True, help="session level of Mosaic, M7 to M10")
+    fork_credit: Literal["immediate", "counterfactual"] = HfArg(default="immediate", help="gain of a fork")
+    reference: Literal["task", "group"] = HfArg(default="task", help="the answer that Phi asks for")
     model: str = HfArg(default="", help="folder or hub id of the policy; empty: the tiny offline one")
     engine: Literal["hf", "vllm"] = HfArg(default="hf", help="what generates")
     tasks: str = HfArg(default="", help="JSONL file of tasks; empty: the offline world")
@@ -65,6 +67,7 @@ class Config(Limits):
     temperature: float = HfArg(default=1.0, help="sampling temperature, at which log-probs are taken too")
     token_budget: int = HfArg(default=16384, help="padded tokens of one forward, in Phi and in the update")
     eval_tasks: int = HfArg(default=0, help="held-out tasks of the offline world, before and after")
+    eval_mode: str = HfArg(default="", help="mode of the warm start and of evaluation, if not --mode")
     warm_start_steps: int = HfArg(default=0, help="steps of behaviour cloning before RL, offline world")
     warm_start_lr: float = HfArg(default=3e-3, help="peak learning rate of behaviour cloning")
     warm_start_seed: int = HfArg(default=0, help="seed of the warm start, which runs of any --seed share")
@@ -74,7 +77,7 @@ class Config(Limits):
 PRESETS = {
     "toy": """--prompts offline --max-context 220 --max-turn-tokens 24 --max-response-tokens 44
         --max-summary-tokens 14 --max-turns 14 --max-subagent-turns 3 --max-calls 16 --max-parallel-calls 2
-        --top-k 2 --tasks-per-step 8 --group-size 8 --minibatches 4 --lr 6e-4 --eval-tasks 256
+        --top-k 2 --tasks-per-step 8 --group-size 8 --minibatches 4 --lr 4e-4 --steps 60 --eval-tasks 256
         --warm-start-steps 500""",
     "paper": """--model Qwen/Qwen3.5-4B --engine vllm --max-context 131072 --max-turn-tokens 8192
         --max-response-tokens 16384 --max-summary-tokens 4096 --max-turns 100 --max-subagent-turns 30
@@ -89,8 +92,11 @@ def make_config(argv: list[str]) -> Config:
     if config.preset == "paper" or not config.tasks:
         # Tasks of one's own start from the fields' defaults, which suit a small model.
         config = harness.parse_flags(Config, PRESETS[config.preset].split() + argv, __doc__)
-    arm = "-no-".join([config.advantage, *(k for k in ("session_aware", "shaping") if not vars(config)[k])])
-    config.out = config.out or f"runs/{config.mode}-{arm}-{config.seed}"
+    config.eval_mode = config.eval_mode or config.mode
+    arm = [config.eval_mode, config.mode, config.advantage]
+    arm += [f"no-{key}" for key in ("session_aware", "shaping") if not vars(config)[key]]
+    arm += [part for part in (config.fork_credit, config.reference) if part in ("counterfactual", "group")]
+    config.out = config.out or f"runs/{'-'.join(dict.fromkeys(arm))}-{config.seed}"
     n_trajectories = config.tasks_per_step * config.group_size
     for flag, holds, expected in (
         ("--rho", 0 <= config.rho < 1, "0 <= rho < 1"),
@@ -102,6 +108,7 @@ def make_config(argv: list[str]) -> Config:
         ("--temperature", config.temperature > 0, "a number above 0"),
         ("--tasks, --corpus", bool(config.tasks) == bool(config.corpus), "both or neither"),
         ("--model", bool(config.model) or not config.tasks, "a model that can read --tasks"),
+        ("--reference", config.reference == "task" or config.advantage != "igpo", "task for igpo"),
         ("--engine", config.engine == "hf", "hf; vllm is not built yet"),
     ):
         if not holds:
@@ -114,6 +121,7 @@ def warm_start(config: Config) -> str:
     """The folder of the tiny model after behaviour cloning of the scripted agent, made unless it is there."""
     keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
     keys += [key for key in vars(config) if key.startswith("warm_start")]
+    config = dataclasses.replace(config, mode=config.eval_mode)
     recipe = repr([inspect.getsource(harness)] + [getattr(config, key) for key in keys])
     folder = Path(f"runs/warm-start-{config.mode}-{zlib.crc32(recipe.encode()):08x}")
     if folder.exists():
@@ -309,8 +317,10 @@ def train(config: Config) -> None:
         tasks, held_out = harness.load_tasks(config.tasks), []
         random.Random(config.seed).shuffle(tasks)
         tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
-    source = str(folder) if config.resume else config.model or warm_start(config)
-    model, tokenizer = harness.load_policy(source)
+    start = config.model or warm_start(config)
+    model, tokenizer = harness.load_policy(str(folder) if config.resume else start)
+    # Held-out gains are scored by the policy that RL starts from: runs need one yardstick to be compared.
+    frozen = harness.load_policy(start)[0] if held_out else None
     chat = harness.Chat(tokenizer)
     for task in tasks + held_out:
         harness.Agent(task, None, chat, config, None)  # a prompt that does not fit is found here
@@ -328,7 +338,7 @@ def train(config: Config) -> None:
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
     if not config.resume:
         if held_out:
-            evaluate_held_out("before", held_out, engine, chat, config, tools, model)
+            evaluate_held_out("before", held_out, engine, chat, config, frozen)
         save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, 0, config)
 
     bar = tqdm(range(state["step"], config.steps), config.out, initial=state["step"], total=config.steps)
@@ -348,7 +358,13 @@ def train(config: Config) -> None:
         trajectories = [trajectory for group in groups for trajectory in group]
         if not trajectories:
             raise harness.UserError("search or judge is down: not one rollout of this step has a verdict")
+        for group in groups if config.reference == "group" else []:
+            answer = mosaic.group_reference([t.reward for t in group], [t.answer for t in group])
+            for trajectory in group:
+                trajectory.reference = answer
         score_sessions(model, trajectories, chat, config.token_budget)
+        if config.fork_credit == "counterfactual":
+            score_forks(model, trajectories, chat, config.token_budget)
         for group in groups:
             normalised = mosaic.normalise_by_kind(by_session(group, "gain"), by_session(group, "kind"))
             set_by_session(group, "normalised", normalised)
@@ -365,12 +381,12 @@ def train(config: Config) -> None:
         clock.append(time.perf_counter())
 
         wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
-        row = {"step": step, **summarise(trajectories), **metrics, "dropped": len(rolled) - len(trajectories)}
+        lines = [{"step": step, **describe(trajectory, chat)} for trajectory in trajectories]
+        row = {"step": step, **summarise(lines), **metrics, "dropped": len(rolled) - len(trajectories)}
         row |= {"all_success_groups": wins.count(1), "all_failure_groups": wins.count(0)}
         row["mixed_groups"] = sum(0 < win < 1 for win in wins)
         phases = ("rollout", "phi", "credit", "update", "sync")
         row |= {f"seconds_{phase}": b - a for phase, (a, b) in zip(phases, pairwise(clock))}
-        lines = [{"step": step, **describe(trajectory, chat)} for trajectory in trajectories]
         harness.append_jsonl(out / "metrics.jsonl", [row])
         harness.append_jsonl(out / "trajectories.jsonl", lines)
         speed = row["tokens"] * row["n"] / (clock[-1] - clock[0])
@@ -379,17 +395,17 @@ def train(config: Config) -> None:
             save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, step + 1, config)
 
     if held_out:
-        evaluate_held_out("after", held_out, engine, chat, config, tools, model)
+        evaluate_held_out("after", held_out, engine, chat, config, frozen)
 
 
-def evaluate_held_out(when: str, tasks: list, engine, chat, config: Config, tools, model) -> None:
-    """Sampled, always with the same seed, and greedy; into eval.json."""
-    rows = []
-    for temperature in (0.0, config.temperature):
-        engine.temperature = temperature
-        engine.generator.manual_seed(0)
-        rows.append(evaluate(tasks, engine, chat, config, tools, model)[0])
+def evaluate_held_out(when: str, tasks: list, engine, chat, config: Config, frozen) -> None:
+    """Greedy and sampled, always with the same seed; into eval.json."""
+    limits, rows = dataclasses.replace(config, mode=config.eval_mode), []
     path = Path(config.out) / "eval.json"
+    for engine.temperature, decoding in ((0.0, "greedy"), (config.temperature, "sampled")):
+        engine.generator.manual_seed(0)
+        lines = path.with_name(f"{when}-{decoding}.jsonl")
+        rows.append(evaluate(tasks, engine, chat, limits, None, frozen, lines))
     results = json.loads(path.read_text()) if when == "after" and path.exists() else {}
     results[when] = rows[1] | {f"{key}_greedy": rows[0][key] for key in ("accuracy", "interval")}
     path.write_text(json.dumps(results, indent=1))
