@@ -1,14 +1,16 @@
-"""Evaluation: held-out accuracy, what the sessions were worth, and trajectories for a person to read.
+"""Evaluation: held-out accuracy, what the sessions were worth, trajectories to read, runs to compare.
 Left out on purpose: pass@k, majority votes, the scorers of other benchmarks.
 
     python eval.py --model runs/compaction-mosaic-0/checkpoint            # sampled; or --greedy
     python eval.py --show runs/compaction-mosaic-0/trajectories.jsonl     # the credit of each session
+    python eval.py --compare runs/compaction-* --plot curves.png          # arms, with intervals over seeds
 """
 
 import asyncio
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -39,29 +41,19 @@ def roll_out(tasks: list, engine, chat, limits: Limits, tools=None, progress: st
     return asyncio.run(all_of_them())
 
 
-def potentials_at(model, trajectories: list[Trajectory], places: list, chat, token_budget: int) -> dict:
-    """Phi (M6) at places (i, segment, position) of trajectories[i] -> {place: nats per answer token}."""
-    positions = {}
-    for i, segment, position in places:
-        positions.setdefault((i, segment), []).append(position)
-    requests = []
-    for (i, segment), positions_P in positions.items():
-        answer = chat.foreign(trajectories[i].reference)
-        requests.append((trajectories[i].segments[segment].token_ids, positions_P, answer))
-    values = {}
-    found = phi.potentials(model, requests, chat.cue, token_budget)
-    for (key, positions_P), phi_P in zip(positions.items(), found):
-        values |= {(*key, position): value for position, value in zip(positions_P, phi_P.tolist())}
-    return values
+def potentials_at(model, places: list, chat, token_budget: int) -> list[float]:
+    """Phi (M6), in nats per answer token, at places (trajectory, segment, position)."""
+    requests = [(t.segments[segment].token_ids, p, chat.foreign(t.reference)) for t, segment, p in places]
+    return phi.potentials(model, requests, chat.cue, token_budget).tolist()
 
 
 def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: int = 16384) -> None:
     """Write Phi before and after it, and its information gain (M7), into every session but the final ones."""
-    paid = [(i, session) for i, t in enumerate(trajectories) for session in t.sessions[:-1] if t.reference]
-    places = [(i, *place) for i, session in paid for place in (session.before, session.after)]
-    values = potentials_at(model, trajectories, places, chat, token_budget)
-    for i, session in paid:
-        session.phi_before, session.phi_after = values[i, *session.before], values[i, *session.after]
+    paid = [(t, session) for t in trajectories for session in t.sessions[:-1] if t.reference]
+    places = [(t, *place) for t, session in paid for place in (session.before, session.after)]
+    values = iter(potentials_at(model, places, chat, token_budget))
+    for _, session in paid:
+        session.phi_before, session.phi_after = next(values), next(values)
     for t in trajectories:
         before, after = ([getattr(s, key) for s in t.sessions] for key in ("phi_before", "phi_after"))
         for session, gain in zip(t.sessions, mosaic.information_gain(before, after).tolist()):
@@ -69,34 +61,24 @@ def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: in
 
 
 def score_forks(model, trajectories: list[Trajectory], chat, token_budget: int = 16384) -> None:
-    """Ours, for the forks in place of M7: Phi at the end with and without what the fork returned."""
+    """Ours, for forks in place of M7: Phi at the end without and with what the fork returned."""
     forks = [(t, s) for t in trajectories for s in t.sessions if s.kind == "subagent" and t.reference]
-    requests = []
+    nothing, requests = chat.response(chat.own(harness.NO_RESULT)), []
     for t, fork in forks:
-        segment, merges = fork.before[0], [s.after for s in t.sessions if s.kind == "subagent"]
+        (index, start), (_, stop) = fork.before, fork.after
+        merges = [s.after[1] for s in t.sessions if s.kind == "subagent" and s.after[0] == index]
         # The end is where the policy began its last turn, and so before it states the answer.
-        end = max(t.segments[segment].turns[-1], *(stop for index, stop in merges if index == segment))
-        ids, answer = t.segments[segment].token_ids[:end], chat.foreign(t.reference)
-        without = ids[: fork.before[1]] + chat.response(chat.own(harness.NO_RESULT)) + ids[fork.after[1] :]
-        requests += [(ids, [len(ids)], answer), (without, [len(without)], answer)]
-    values = torch.cat(phi.potentials(model, requests, chat.cue, token_budget) or [torch.zeros(0)])
-    gains = mosaic.counterfactual_gain(values[::2], values[1::2]).tolist() if forks else []
-    for (_, fork), phi_after, phi_before, gain in zip(
-        forks, values[::2].tolist(), values[1::2].tolist(), gains
-    ):
-        fork.phi_before, fork.phi_after, fork.gain = phi_before, phi_after, gain
-
-
-def wilson(successes: float, n: int) -> list[float]:
-    """95 % Wilson interval of a proportion."""
-    z, p = 1.96, successes / n
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return [centre - half, centre + half]
+        ids, end = t.segments[index].token_ids, max(*merges, t.segments[index].turns[-1])
+        without, answer = ids[:start] + nothing + ids[stop:end], chat.foreign(t.reference)
+        requests += [(without, len(without), answer), (ids, end, answer)]
+    without_n, with_n = phi.potentials(model, requests, chat.cue, token_budget).view(-1, 2).T
+    gains_n = mosaic.counterfactual_gain(with_n, without_n)
+    for (_, fork), *values in zip(forks, without_n.tolist(), with_n.tolist(), gains_n.tolist()):
+        fork.phi_before, fork.phi_after, fork.gain = values
 
 
 def describe(trajectory: Trajectory, chat) -> dict:
-    """A trajectory as plain data: a line of trajectories.jsonl and of eval-sampled.jsonl."""
+    """A trajectory as plain data: a line of trajectories.jsonl and of an evaluation."""
     task = trajectory.task
     row = {"id": task.id, "question": task.question, "reference": task.answer}
     row |= {key: getattr(trajectory, key) for key in ("answer", "reward", "stop", "malformed")}
@@ -108,76 +90,140 @@ def describe(trajectory: Trajectory, chat) -> dict:
 
 
 def kept_facts(row: dict) -> list[tuple[int, int]]:
-    """(facts stated, those of them that lead to the answer) of each summary; the offline world's only."""
+    """(facts that lead to the answer, all facts) of each summary; the offline world's only."""
+    match = harness.QUESTION.fullmatch(row["question"])
+    names = [match[1], *row["reference"].split(", ")] if match else []
+    useful = set(zip(names, match[2].split(", "), names[1:])) if match else set()
     summaries = [s["text"].rsplit("assistant\n", 1)[-1] for s in row["sessions"] if s["kind"] == "compact"]
-    stated, useful = map(harness.FACT.findall, summaries), harness.chain_of(row["question"], row["reference"])
-    return [(len(set(facts)), len(useful & set(facts))) for facts in stated] if useful else []
+    stated = [set(harness.FACT.findall(summary)) for summary in summaries if match]
+    return [(len(facts & useful), len(facts)) for facts in stated]
 
 
 def summarise(rows: list[dict]) -> dict:
     """Figures of described trajectories that have a reward; None where there is none. Gains: nats a token."""
-    paid = [session for row in rows for session in row["sessions"][:-1]]
-    facts = [pair for row in rows for pair in kept_facts(row)]
-    n_sessions = sum(len(row["sessions"]) for row in rows)
 
     def average(values) -> float | None:
         values = list(values)
         return fmean(values) if values else None
 
-    result = {
-        "n": len(rows),
-        "reward": average(row["reward"] for row in rows),
-        "sessions": n_sessions / len(rows),
-        "sessions_success": average(len(r["sessions"]) for r in rows if r["reward"] > mosaic.SUCCESS),
-        "sessions_failure": average(len(r["sessions"]) for r in rows if r["reward"] <= mosaic.SUCCESS),
-        "facts_kept": average(useful for _, useful in facts),  # of the offline world, per summary
-        "facts_precision": average(useful / stated for stated, useful in facts if stated),
-        "positive_ig": average(session["gain"] > 0 for session in paid),
-        "ig_per_session": average(session["gain"] for session in paid),
-        "tokens": average(row["tokens"] for row in rows),
-        "tokens_per_session": sum(row["tokens"] for row in rows) / n_sessions,
-        "malformed": sum(row["malformed"] for row in rows),
-        "stops": dict(Counter(row["stop"] for row in rows)),
-    }
+    wins, losses = ([r for r in rows if (r["reward"] > mosaic.SUCCESS) == won] for won in (True, False))
+    paid = [session for row in rows for session in row["sessions"][:-1]]
+    facts = [pair for row in rows for pair in kept_facts(row)]
+    figures = {"n": len(rows), "accuracy": len(wins) / len(rows)}
+    figures["reward"] = average(row["reward"] for row in rows)
+    for name, some in (("", rows), ("_success", wins), ("_failure", losses)):
+        figures[f"sessions{name}"] = average(len(row["sessions"]) for row in some)
+    figures["facts_kept"] = average(useful for useful, _ in facts)  # per summary
+    figures["facts_precision"] = average(useful / stated for useful, stated in facts if stated)
+    for name in ("", *mosaic.KINDS):
+        some, key = [s for s in paid if s["kind"] == (name or s["kind"])], name and f"_{name}"
+        figures[f"positive_ig{key}"] = average(session["gain"] > 0 for session in some)
+        figures[f"ig_per_session{key}"] = average(session["gain"] for session in some)
     for kind in mosaic.KINDS:
-        mine = [session for session in paid if session["kind"] == kind]
-        result[f"sessions_{kind}"] = sum(s["kind"] == kind for r in rows for s in r["sessions"]) / len(rows)
-        result[f"positive_ig_{kind}"] = average(session["gain"] > 0 for session in mine)
-        result[f"ig_per_session_{kind}"] = average(session["gain"] for session in mine)
-    return result
+        figures[f"sessions_{kind}"] = average(sum(s["kind"] == kind for s in r["sessions"]) for r in rows)
+    figures["tokens"] = average(row["tokens"] for row in rows)
+    figures["tokens_per_session"] = figures["tokens"] / figures["sessions"]
+    figures["malformed"] = sum(row["malformed"] for row in rows)
+    return {**figures, "stops": dict(Counter(row["stop"] for row in rows))}
 
 
-def evaluate(tasks: list, engine, chat, limits: Limits, tools, model, out: Path) -> dict:
-    """One rollout per task, a line each in the file `out`; `model` scores the gains. -> their summary."""
-    trajectories = roll_out(tasks, engine, chat, limits, tools, "evaluation")
-    score_sessions(model, [t for t in trajectories if t.reward is not None], chat)
-    rows = [describe(trajectory, chat) for trajectory in trajectories]
-    out.unlink(missing_ok=True)
-    harness.append_jsonl(out, rows)
-    scored = [row for row in rows if row["reward"] is not None]
-    if not scored:
-        raise harness.UserError("search or judge is down: not one question has a verdict")
-    wins = sum(row["reward"] > mosaic.SUCCESS for row in scored)
-    row = {"accuracy": wins / len(scored), "interval": wilson(wins, len(scored)), **summarise(scored)}
-    return {**row, "dropped": len(rows) - len(scored)}
-
-
-# ---- Reading -----------------------------------------------------------------------------------------------
+# ---- Reading and comparing ---------------------------------------------------------------------------------
 def show(path: str, n: int) -> None:
     """Print the last n trajectories of a file, session by session with their credit."""
+    credit = (
+        "Phi {phi_before:.3f} -> {phi_after:.3f} nats/token, gain {gain:+.3f}, {normalised:+.2f} in its kind"
+    )
     for where, row in harness.read_jsonl(path)[-n:]:
         if "sessions" not in row:
             raise harness.UserError(f"--show {where}: expected a trajectory, as in trajectories.jsonl")
-        print("=" * 100, f"\n{where}  step {row.get('step', '-')}, task {row['id']}", sep="")
-        for key in ("question", "reference", "answer"):
-            print(f"{key + ':':<11}{row[key] or '(none)'}")
-        print(f"reward {row['reward']}, ended by: {row['stop']}, sessions: {len(row['sessions'])}\n")
+        print("=" * 100, where, sep="\n")
+        for key in ("question", "reference", "answer", "reward", "stop"):
+            print(f"{key + ':':<11}{row[key]}")
         for j, session in enumerate(row["sessions"], 1):
-            print("--- session {}, {kind}, advantage {advantage:+.3f}".format(j, **session))
-            credit = "Phi {phi_before:.3f} -> {phi_after:.3f} nats per answer token, gain {gain:+.3f}, "
-            credit = (credit + "within its kind {normalised:+.2f}").format(**session)
-            print("    " + (credit if j < len(row["sessions"]) else "final: no gain of its own"))
-            print("      | " + session["text"].strip().replace("\n", "\n      | "), end="\n\n")
+            print("\n--- session {}, {kind}, advantage {advantage:+.3f}".format(j, **session))
+            print("    final: no gain" if j == len(row["sessions"]) else "    " + credit.format(**session))
+            print("      | " + session["text"].strip().replace("\n", "\n      | "))
+
+
+T95 = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131".split()
+
+
+def t_interval(values) -> tuple[torch.Tensor, torch.Tensor]:
+    """values [S, ...], one per seed -> mean and half width of its 95 % t-interval [...]; NaN for one seed."""
+    values = torch.tensor(values, dtype=torch.float64)
+    quantile = float(T95[max(0, len(values) - 2)])  # Student's t at 0.975 with S - 1 degrees of freedom
+    return values.mean(0), quantile * values.std(0) / math.sqrt(len(values))
+
+
+def load_run(path: Path) -> dict:
+    """The figures of a run's folder, or of one file that eval.py wrote."""
+
+    def read(name: str) -> list[dict]:
+        rows = [row for _, row in harness.read_jsonl(path / name if path.is_dir() else path)]
+        return [row for row in rows if row["reward"] is not None]
+
+    rows = read("after-sampled.jsonl")
+    run = summarise(rows) | {"wins": {row["id"]: float(row["reward"] > mosaic.SUCCESS) for row in rows}}
+    if path.is_dir():
+        run["accuracy_greedy"] = summarise(read("after-greedy.jsonl"))["accuracy"]
+        run["steps"] = read("metrics.jsonl")
+        for key in ("rollout", "phi", "credit", "update"):  # with IGPO, credit is the turn-level Phi
+            run[f"seconds_{key}"] = fmean(row[f"seconds_{key}"] for row in run["steps"])
+    return run
+
+
+def compare(paths: list[str], picture: str) -> None:
+    """A table of arms, which are the folders' names without the seed, or of two runs. For two of either, also
+    differences paired by seed, an exact McNemar test, and a bootstrap over seeds and questions."""
+    arms, pairs = {}, []
+    for path in map(Path, tqdm(paths, desc="reading")):
+        arm, seed = re.fullmatch(r"(.*?)-?(\d*)", path.name).groups() if len(paths) > 2 else (path.name, "")
+        arms.setdefault(arm, {})[seed] = load_run(path)
+    titles = [f"{arm} ({len(runs)} seeds)" for arm, runs in arms.items()]
+    if len(arms) == 2:
+        a, b = arms.values()
+        pairs = [(a[seed], b[seed]) for seed in a if seed in b]
+        titles.append("first - second")
+    print("| | " + " | ".join(titles))
+    for key, value in load_run(Path(paths[0])).items():
+        if isinstance(value, (dict, list)):
+            continue
+        columns = [[run[key] for run in runs.values() if run.get(key) is not None] for runs in arms.values()]
+        if pairs and all(columns):
+            columns.append([x[key] - y[key] for x, y in pairs])
+        cells = ["{:.3f} ± {:.3f}".format(*t_interval(column)) if column else "" for column in columns]
+        print(f"| {key} | {' | '.join(cells)} |")
+    if pairs:
+        ids = sorted(set.intersection(*(set(run["wins"]) for pair in pairs for run in pair)))
+        gap_SQ = torch.tensor([[x["wins"][id] - y["wins"][id] for id in ids] for x, y in pairs])
+        n, smaller = gap_SQ.abs().sum().int().item(), min((gap_SQ > 0).sum(), (gap_SQ < 0).sum()).item()
+        p_value = min(1.0, 2 * sum(math.comb(n, k) for k in range(smaller + 1)) / 2**n)
+        torch.manual_seed(0)
+        picks = [[torch.randint(size, (size,)) for size in gap_SQ.shape] for _ in range(10_000)]
+        means = torch.stack([gap_SQ[seeds][:, questions].mean() for seeds, questions in picks])
+        low, high = means.quantile(torch.tensor([0.025, 0.975])).tolist()
+        print(f"McNemar's exact test: {n} right in one only, {smaller} the rarer way; p = {p_value:.2g}")
+        print(f"accuracy, first - second: {gap_SQ.mean():+.3f} [{low:+.3f}, {high:+.3f}], bootstrap")
+    if picture:
+        plot(arms, picture)
+
+
+def plot(arms: dict, picture: str) -> None:
+    """Learning curves, means over five steps, with their 95 % t-intervals over seeds."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise harness.UserError("--plot: expected matplotlib: pip install matplotlib") from None
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="tight")
+    for axis, key in zip(axes, ("reward", "sessions")):
+        for arm, runs in arms.items():
+            curves = torch.tensor([[row[key] for row in run["steps"]] for run in runs.values()])
+            mean, half = t_interval(curves.unfold(1, 5, 1).mean(-1).tolist())
+            axis.plot(mean, label=arm)
+            axis.fill_between(range(len(mean)), mean - half, mean + half, alpha=0.2)
+        axis.set(xlabel="step", ylabel=f"{key} per trajectory")
+    axes[0].legend(fontsize="small")
+    figure.savefig(picture, dpi=150)
 
 
 # ---- The program -------------------------------------------------------------------------------------------
@@ -186,6 +232,7 @@ class Config(Limits):
     """Flags of an evaluation. Those of `Limits` and --temperature come from the checkpoint."""
 
     model: str = HfArg(default="", help="folder or hub id of the policy")
+    frozen: str = HfArg(default="", help="the policy that scores the gains; empty: --model")
     tasks: str = HfArg(default="", help="JSONL file of tasks; empty: held-out tasks of the offline world")
     corpus: str = HfArg(default="", help="JSONL file or folder of documents to search for --tasks")
     n: int = HfArg(default=512, help="held-out tasks of the offline world")
@@ -195,26 +242,19 @@ class Config(Limits):
     out: str = HfArg(default="", help="file for a line a question; empty: beside the model")
     show: str = HfArg(default="", help="print the last trajectories of this file and do nothing else")
     last: int = HfArg(default=1, help="how many of them")
+    compare: list[str] = HfArg(default_factory=list, help="compare these runs and do nothing else")
+    plot: str = HfArg(default="", help="with --compare: draw their learning curves into this .png")
 
 
-def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        config = harness.parse_flags(Config, argv, __doc__)
-        show(config.show, config.last) if config.show else run(config, argv)
-    except harness.UserError as error:
-        print(f"eval.py: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def run(config: Config, argv: list[str]) -> None:
+def evaluate(argv: list[str]) -> dict:
+    """One rollout per task, and a line for each in --out. -> their summary."""
+    config = harness.parse_flags(Config, argv, __doc__)
     saved = Path(config.model) / "mosaic.json"
     if config.model and saved.exists():
         of_the_run = json.loads(saved.read_text())
-        of_the_run["mode"] = of_the_run.get("eval_mode", of_the_run["mode"])
+        of_the_run["mode"] = of_the_run["eval_mode"]
         keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
-        flags = [f"--{key}={of_the_run[key]}" for key in keys if key in of_the_run]
-        config = harness.parse_flags(Config, flags + argv, __doc__)
+        config = harness.parse_flags(Config, [f"--{key}={of_the_run[key]}" for key in keys] + argv, __doc__)
     if not config.model or bool(config.tasks) != bool(config.corpus):
         raise harness.UserError("expected --model, and --tasks and --corpus both or neither")
     tasks, tools = harness.offline_tasks(config.n, 0, "held-out"), None
@@ -223,14 +263,42 @@ def run(config: Config, argv: list[str]) -> None:
         tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
     temperature = 0.0 if config.greedy else config.temperature
     decoding = "sampled" if temperature > 0 else "greedy"
-    beside = config.model if Path(config.model).is_dir() else "."
-    out = Path(config.out or f"{beside}/eval-{decoding}.jsonl")
+    beside = Path(config.model) if Path(config.model).is_dir() else Path()
+    out = Path(config.out or beside / f"eval-{decoding}.jsonl")
     out.parent.mkdir(parents=True, exist_ok=True)
     model, tokenizer = harness.load_policy(config.model)
     chat = harness.Chat(tokenizer)
     engine = harness.HFEngine(model, chat.close[0], temperature, config.seed)
-    summary = evaluate(tasks, engine, chat, config, tools, model, out)
-    print(json.dumps({"decoding": decoding, "seed": config.seed, "file": str(out), **summary}, indent=1))
+    trajectories = roll_out(tasks, engine, chat, config, tools, decoding)
+    judge = harness.load_policy(config.frozen)[0] if config.frozen else model
+    score_sessions(judge, [t for t in trajectories if t.reward is not None], chat)
+    rows = [describe(trajectory, chat) for trajectory in trajectories]
+    out.unlink(missing_ok=True)
+    harness.append_jsonl(out, rows)
+    scored = [row for row in rows if row["reward"] is not None]
+    if not scored:
+        raise harness.UserError("search or judge is down: not one question has a verdict")
+    summary = {"decoding": decoding, "seed": config.seed, "file": str(out), **summarise(scored)}
+    # The 95 % Wilson interval of a proportion.
+    n, p, z = len(scored), summary["accuracy"], 1.96
+    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    summary["interval"] = [(centre + side) / (1 + z * z / n) for side in (-half, half)]
+    return {**summary, "dropped": len(rows) - len(scored)}
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        config = harness.parse_flags(Config, argv, __doc__)
+        if config.show:
+            show(config.show, config.last)
+        elif config.compare:
+            compare(config.compare, config.plot)
+        else:
+            print(json.dumps(evaluate(argv), indent=1))
+    except harness.UserError as error:
+        print(f"eval.py: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""The harness: what an agent does between a question and a reward, and how it is written down.
+"""The harness: what an agent does between a question and a reward. A trajectory is a set of sessions:
 
-A trajectory is a set of sessions. This file generates them:
     normal     ReAct over one context: think, call `search`, `visit` or `delegate`, read, ... `<answer>`
     compact    the context is nearly full: one turn writes a summary, the next normal session starts from it
     subagent   a delegated subtask, worked on in a fresh context; the text it returns is the tool's result
 
-What is trained is token-exact: a segment grows by the very ids that the policy sampled and by the ids of the
-turns around them. Foreign text (questions, pages, what a subagent is told and returns) is encoded so that it
-cannot produce a control token.
-
+It is token-exact: a segment grows by the very ids that the policy sampled and by the ids of the turns around
+them. Foreign text (questions, pages, what a subagent is told and returns) cannot produce a control token.
 Left out on purpose: sandboxes, more tools, paging through a page, subagents of subagents, stale policies.
 Run it: python train.py --mode compaction. That trains in the offline world at the end of this file.
 """
@@ -47,12 +44,13 @@ class Task:
 
 @dataclass
 class Segment:
-    """One linear token sequence, forwarded once in training. The first four lists have its length T."""
+    """One linear token sequence, forwarded once in training. All lists but the last have its length T."""
 
     token_ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # True where the policy drew the token
     logprobs: list[float] = field(default_factory=list)  # as drawn; 0 where not sampled
     session: list[int] = field(default_factory=list)  # index of the session that the token belongs to
+    advantage: list[float] = field(default_factory=list)  # filled in by train.py
     turns: list[int] = field(default_factory=list)  # positions at which the policy's turns begin
 
     def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
@@ -138,16 +136,15 @@ def parse_flags(config, argv: list[str], text: str):
 # ---- Tasks and corpora -------------------------------------------------------------------------------------
 def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
     """("file:line", object) of each line; UserError names the line that lacks a `required` string."""
+    rows, ids, where = [], set(), path
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: expected a readable file of JSON lines in UTF-8 ({error})") from None
-    rows, ids = [], set()
-    for where, line in ((f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: expected a JSON object ({error})") from None
+        for n, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
+            if line.strip():
+                where = f"{path}:{n}"
+                rows.append((where, json.loads(line)))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: expected JSON objects, one a line, in UTF-8 ({error})") from None
+    for where, row in rows:
         texts = [row.get(key) for key in required] if isinstance(row, dict) else [None]
         if not all(isinstance(text, str) and text.strip() for text in texts):
             raise UserError(f"{where}: expected a JSON object with non-empty strings {', '.join(required)}")
@@ -155,7 +152,6 @@ def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[s
         if required and id in ids:
             raise UserError(f"{where}: expected unique ids, found {id!r} again")
         ids.add(id)
-        rows.append((where, row))
     if not rows:
         raise UserError(f"{path}: expected at least one line with a JSON object, found none")
     return rows
@@ -191,24 +187,20 @@ class Corpus:
         self.docs, self.top_k = docs, top_k
         self.counts = {id: self.words(text) for id, text in docs.items()}
         self.mean_length = sum(counts.total() for counts in self.counts.values()) / len(docs)
-        self.holders = {}  # word -> ids of the documents that hold it
-        for id, counts in self.counts.items():
-            for word in counts:
-                self.holders.setdefault(word, []).append(id)
-        self.idf = {w: math.log((len(docs) + 1) / (len(h) + 0.5)) for w, h in self.holders.items()}
+        holders = Counter(word for counts in self.counts.values() for word in counts)
+        self.idf = {word: math.log((len(docs) + 1) / (n + 0.5)) for word, n in holders.items()}
 
     def words(self, text: str) -> Counter:
         return Counter(re.findall(r"\w+", text.lower()))
 
     async def search(self, query: str) -> str:
         """The best documents, a line each: [id] and of its lines and sentences the one that fits best."""
-        scores = Counter()
+        scores, lines = Counter(), []
         terms = [word for word in self.words(query) if word in self.idf]
-        for word in terms:
-            for id in self.holders[word]:
-                tf, length = self.counts[id][word], self.counts[id].total() / self.mean_length
+        for id, counts in self.counts.items():
+            for tf, word in [(counts[word], word) for word in terms if word in counts]:
+                length = counts.total() / self.mean_length
                 scores[id] += self.idf[word] * tf * 2.2 / (tf + 1.2 * (0.25 + 0.75 * length))
-        lines = []
         for id in sorted(scores, key=lambda id: (-scores[id], id))[: self.top_k]:
             sentences = re.split(r"(?<=[.!?])\s+|\n+", self.docs[id])
             found = [self.words(sentence) for sentence in sentences]
@@ -602,13 +594,6 @@ def offline_tasks(n: int, seed: int, split: str = "train", hops: tuple[int, int]
             question = f"From {chain[0]} follow {', '.join(verbs)}."
             tasks.append(Task(question, ", ".join(chain[1:]), pages, id=f"{split}-{seed}-{len(tasks)}"))
     return tasks
-
-
-def chain_of(question: str, answer: str) -> set[tuple[str, str, str]]:
-    """The facts that lead to the answer of an offline question; none, if it is another kind of question."""
-    match = QUESTION.fullmatch(question)
-    names = [match[1], *answer.split(", ")] if match else []
-    return set(zip(names, match[2].split(", "), names[1:])) if match else set()
 
 
 def offline_tokenizer() -> FastTokenizer:

@@ -1,10 +1,8 @@
 """Mosaic's advantages: every formula of the method, M1 to M12, as pure functions of tensors.
 
 A trajectory is a set of sessions. GRPO gives all of them the same credit; Mosaic changes that on two levels:
-- trajectory level, a session-count signal inside the outcome advantage (M3 to M5): among the successes of a
-  group fewer sessions earn more; among the failures giving up early costs more than trying on.
-- session level, the marginal information gain (M7 to M10): how much likelier the policy finds the reference
-  answer after a session than before it, compared with sessions of the same kind in the group.
+- trajectory level (M3 to M5): fewer sessions earn a success more, giving up early costs a failure more.
+- session level (M7 to M10): the gain in the likelihood of the right answer, among sessions of the same kind.
 Their sum (M11) is one advantage per session, given to all its tokens in the clipped policy loss (M12).
 
 _G trajectories of a group, _N sessions of one, _T tokens; ragged things are lists of G tensors [N_i]. Lists
@@ -178,8 +176,7 @@ def mosaic_advantage(rewards, kinds, gains, rho=0.2, beta0=0.1, beta1=0.2, lam=0
 def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_high=0.2):
     """M12: -J = -sum_t weights_t min(w_t A_t, clip(w_t, 1-clip_low, 1+clip_high) A_t), w = exp(new - old).
     All tensors [T], the sampled tokens of any part of the batch -> scalar to minimise.
-    weights are 1 / (G T_i), T_i the sampled tokens of the whole trajectory: the losses of all parts add up
-    to -J, however the batch is cut; no tokens, 0.
+    weights are 1 / (G T_i), T_i the sampled tokens of the whole trajectory: the losses of all parts add up.
     >>> logprobs, old_logprobs = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.5, 0.125]).log()
     >>> policy_loss(logprobs, old_logprobs, torch.ones(2), torch.tensor([0.5, 0.5]))
     tensor(-1.1000)
@@ -219,13 +216,11 @@ def igpo_advantage(rewards, turn_probs, gamma=1.0):
 def counterfactual_gain(phi_with, phi_without):
     """In place of M7, for forks: r_j = Phi(v_end) - Phi(v_end without j), what fork j was worth in the end.
     v_end is the main context before the last turn; without j, "No result." stands for what j returned.
-    phi_with, phi_without [n], a pair per fork -> [n]. ValueError: empty, unequal, not finite.
-    >>> counterfactual_gain([-0.5, -0.5], [-2.0, -0.5])
+    Both [n], a value per fork -> [n].
+    >>> counterfactual_gain(torch.tensor([-0.5, -0.5]), torch.tensor([-2.0, -0.5]))
     tensor([1.5000, 0.0000])
     """
-    with_n, without_n = _vector(phi_with, "phi_with"), _vector(phi_without, "phi_without")
-    _check(len(with_n) == len(without_n), f"Phi with {len(with_n)} forks and without {len(without_n)}")
-    return (with_n - without_n).float()
+    return phi_with - phi_without
 
 
 def group_reference(rewards, answers):

@@ -130,20 +130,20 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
 
 
 def potentials(model, requests, cue, token_budget=16384):
-    """Phi for requests (segment_ids, positions, answer): a list of [len(positions)] float32 on the CPU.
-    A segment is walked, or its contexts join one batch of rows, whichever reads fewer tokens.
-    """
-    results, contexts, answers = [None] * len(requests), [], []
-    for k, (segment_ids, positions, answer) in enumerate(requests):
-        stops, probe = sorted(set(positions)), len(cue) + len(answer)
+    """Phi of segment_ids[:p] + cue for requests (segment_ids, p, answer): [n] float32 on the CPU. A segment
+    is walked, or its contexts join one batch of rows, whichever reads fewer tokens."""
+    of_segment, rows, contexts, phi = {}, [], [], torch.zeros(len(requests))
+    for k, (segment_ids, _, answer) in enumerate(requests):
+        of_segment.setdefault((id(segment_ids), *answer), []).append(k)
+    for members in of_segment.values():
+        segment_ids, _, answer = requests[members[0]]
+        positions, probe = [requests[k][1] for k in members], len(cue) + len(answer)
+        stops = sorted(set(positions))
         walk = sum(max(b - a, FORWARD_TOKENS) + max(probe, FORWARD_TOKENS) for a, b in pairwise([0, *stops]))
         if walk < sum(stop + probe for stop in stops):
-            results[k] = segment_potentials(model, segment_ids, positions, cue, answer)
+            phi[members] = segment_potentials(model, segment_ids, positions, cue, answer)
         else:
             contexts += contexts_at(segment_ids, positions, cue)
-            answers += [answer] * len(positions)
-    rows = iter(answer_logprob(model, contexts, answers, token_budget).tolist())
-    for k, (_, positions, _) in enumerate(requests):
-        if results[k] is None:
-            results[k] = torch.tensor([next(rows) for _ in positions])
-    return results
+            rows += members
+    phi[rows] = answer_logprob(model, contexts, [requests[k][2] for k in rows], token_budget)
+    return phi

@@ -1,12 +1,10 @@
 """Formulas against plain loops, fast paths against naive ones, runs against reruns: python -m pytest -q"""
 
 import asyncio
-import json
 import random
 import re
 import statistics
 from itertools import chain, pairwise
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -26,7 +24,7 @@ close = torch.testing.assert_close
 # ---- mosaic.py ---------------------------------------------------------------------------------------------
 def random_groups():
     for rng in map(random.Random, range(120)):  # rewards mixed, all 1, all 0; gains wide, narrow, alike
-        size, luck, scale = rng.randint(1, 8), rng.choice((0.5, 0.5, 0, 1)), rng.choice((0.02, 1, 1, 0))
+        size, luck, scale = rng.randint(1, 8), rng.choice((0.5, 0.5, 0, 1)), rng.choice((0.02, 1, 1, 1e-8))
         kinds = [rng.choices(mosaic.KINDS, k=rng.randint(0, 4)) + ["normal"] for _ in range(size)]
         gains = [[0.3 + scale * rng.gauss(0, 1) for _ in names[:-1]] + [0.0] for names in kinds]
         yield [int(rng.random() < luck) for _ in kinds], kinds, gains, rng.sample(range(size), size)
@@ -34,7 +32,7 @@ def random_groups():
 
 def z_score(x):
     spread = statistics.stdev(x) if len(x) > 1 else 0
-    return [(v - statistics.mean(x)) / (spread + 1e-6) if spread > 1e-9 else 0.0 for v in x]
+    return [(v - statistics.mean(x)) / (spread + 1e-6) if spread > 1e-6 else 0.0 for v in x]
 
 
 def by_hand(rewards, kinds, gains, rho, beta0, beta1, lam, sat, shaping, pooled):
@@ -89,15 +87,6 @@ def test_igpo_equals_plain_loops():
         close(mosaic.igpo_advantage(rewards, probs, gamma=0.7), list(map(torch.tensor, want)))
 
 
-@pytest.mark.parametrize("value", [0.001, 0.1, 1000.1])
-def test_rounding_is_worth_nothing(value):
-    x = torch.full((6,), value)
-    x[::2] = torch.nextafter(x[::2], torch.tensor(9e9))
-    for values, zero in ((x, True), (x + torch.linspace(0, 1e-5 * max(1, value), 6), False)):
-        gains = mosaic.normalise_by_kind([[v, 7.0] for v in values.tolist()], [["normal"] * 2] * 6)
-        assert (not torch.stack(gains).any()) == (not mosaic.grpo_advantage(values).any()) == zero
-
-
 @pytest.mark.parametrize("cuts", [[5], [2, 0, 3], [1] * 5])
 def test_loss_is_the_objective_however_the_batch_is_cut(cuts):
     policy = torch.randn(4, 6, generator=torch.manual_seed(0), requires_grad=True)
@@ -136,17 +125,18 @@ def naive_logits(lm, ids):
 @pytest.mark.parametrize("forward_tokens", [0, 64, 10**6])  # all walks, a mixture, all rows
 def test_phi_in_rows_and_in_walks(lm, monkeypatch, forward_tokens):
     monkeypatch.setattr(phi, "FORWARD_TOKENS", forward_tokens)
-    requests = [(IDS[:150], [150, 1, 77, 0, 150, 20], ANSWER), (IDS[9:], [250, 260, 291], CUE)]
+    a, b = (IDS[:150], ANSWER), (IDS[9:], CUE)
+    places = [(a, 150), (b, 291), (a, 1), (a, 77), (b, 250), (a, 0), (a, 150), (a, 20), (b, 260)]
+    requests = [(ids, p, answer) for (ids, answer), p in places]
     lm.gradient_checkpointing_enable()
     lm.train()  # as in the middle of training: the cache must survive it
     got = phi.potentials(lm, requests, CUE, token_budget=400)
     lm.gradient_checkpointing_disable()
-    for row, (ids, positions, answer) in zip(got, requests):
-        for p, value in zip(positions, row.tolist()):
-            logp = naive_logits(lm, ids[:p] + CUE + answer).log_softmax(-1)[-len(answer) :]
-            assert value == pytest.approx(logp[range(len(answer)), answer].mean().item(), abs=1e-5)
+    for value, (ids, p, answer) in zip(got, requests):
+        logp = naive_logits(lm, ids[:p] + CUE + answer).log_softmax(-1)[-len(answer) :]
+        assert value == pytest.approx(logp[range(len(answer)), answer].mean().item(), abs=1e-5)
     with pytest.raises(ValueError):
-        phi.potentials(lm, [(IDS, [301], ANSWER)], CUE)
+        phi.potentials(lm, [(IDS, 301, ANSWER)], CUE)
 
 
 @pytest.mark.parametrize("token_budget", [1, 130, 16384])
@@ -168,20 +158,21 @@ def test_token_logprobs_their_gradient_and_entropy(lm, token_budget):
 
 
 # ---- harness.py --------------------------------------------------------------------------------------------
-def qwen_chat():  # a byte-level BPE, some added tokens of which are not special; a template of Qwen3.5's form
+CHAT = harness.Chat(harness.offline_tokenizer())
+
+
+def qwen_chat():  # a byte-level BPE, some added tokens of which are not special; a template like Qwen3.5's
     core = tokenizers.ByteLevelBPETokenizer()
     core.train_from_iterator([harness.RESEARCH, "<|im_start|><|im_end|></think>"] * 3, vocab_size=600)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core._tokenizer, eos_token="<|im_end|>")
     tokenizer.add_tokens("oXo <|im_start|> <tool_call> </tool_response> <think> </think>".split())
-    tokenizer.chat_template = (
-        "{% if messages[-1].role == 'system' %}{{ raise_exception('no user turn') }}{% endif %}{% for m in "
-        "messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-    )
+    refusal = "{% if messages[-1].role == 'system' %}{{ raise_exception('no user turn') }}{% endif %}"
+    template = CHAT.tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n")
+    tokenizer.chat_template = refusal + template.replace("m.content", "m.content | trim")
     return harness.Chat(tokenizer)
 
 
-CHAT, QWEN = harness.Chat(harness.offline_tokenizer()), qwen_chat()
+QWEN = qwen_chat()
 TASK, MODES = harness.offline_tasks(1, 0)[0], ["single", "compaction", "subagent", "both"]
 CALL = '<tool_call>{"name": "%s", "arguments": {"%s": "%s"}}</tool_call>'
 
@@ -218,7 +209,9 @@ def attempt(chat, reply, task=TASK, prompts="offline", **limits):
         drawn = [i for i in t.segments[s.segment].token_ids[opened : s.stop] if i not in chat.control]
         drawn = drawn[: len(drawn) - len(chat.close) + 1] + chat.close
         assert t.segments[following.segment].token_ids[: following.before[1]][-len(drawn) :] == drawn
-    forks = [(s.before, s.after) for s in t.sessions if s.kind == "subagent"]  # ... and from merge to merge
+    forks = [s for s in t.sessions if s.kind == "subagent"]
+    assert all(a.segment < b.segment for a, b in pairwise(forks))  # merged in the order of their calls,
+    forks = [(s.before, s.after) for s in forks]  # and their contexts chain from merge to merge
     assert all(a[1] <= b[0] for a, b in pairwise(forks)) and len(t.segments) == len(forks + main[::2])
     return t
 
@@ -226,8 +219,11 @@ def attempt(chat, reply, task=TASK, prompts="offline", **limits):
 @pytest.mark.parametrize("mode", MODES)
 def test_any_policy_in_any_limits(mode):
     async def reply(context, room):
+        busy.append(len(busy))
         for _ in range(rng.randint(0, 3)):
             await asyncio.sleep(0)
+        together.add(len(busy))
+        busy.pop()
         if greedy:  # takes all the room there is, for turns, responses and summaries
             asked = re.search(r"(Summarize|Shorter)\.<.im_end.>\n<.im_start.>assistant\n$", context)
             calls = "".join(CALL % ("visit", "id", id) for id in [*TASK.docs][: limits["max_parallel_calls"]])
@@ -236,9 +232,9 @@ def test_any_policy_in_any_limits(mode):
         name = rng.choice([*harness.NAMES, "From", "<tool_call>", "<|im_start|>"])
         calls = [CALL % (n, harness.TOOLS.get(n, "x"), name) for n in rng.choices([*harness.TOOLS, "x"], k=3)]
         junk = rng.choices(range(len(CHAT.tokenizer)), k=rng.choice((0, 3, room - 1, room, room + 9)))
-        return rng.choice([*calls, *calls, "".join(calls[1:]), f"<answer>{name}</answer>", name, junk])
+        return rng.choice([*calls, *[call * 2 for call in calls], f"<answer>{name}</answer>", name, junk])
 
-    stops, kinds = set(), set()
+    stops, kinds, busy, together = set(), set(), [], set()
     for rng in map(random.Random, range(80)):
         limits = {k: rng.randint(1, 9) for k in ("max_turns", "max_sessions", "max_calls", "max_malformed")}
         limits |= {"max_parallel_calls": rng.randint(1, 3), "max_response_tokens": 54, "mode": mode}
@@ -251,6 +247,7 @@ def test_any_policy_in_any_limits(mode):
         assert len(t.sessions) <= limits["max_sessions"] and t.reward in (0, 1)
         stops, kinds = stops | {t.stop}, kinds | {s.kind for s in t.sessions}
     assert stops == {"answer", "turns", "context", "truncated", "malformed"}
+    assert (max(together) > 1) == (mode in MODES[2:])  # only forks of one turn run at the same time
     assert kinds == {"normal", *["compact"] * (mode in MODES[1::2]), *["subagent"] * (mode in MODES[2:])}
 
 
@@ -268,71 +265,59 @@ def test_foreign_text_yields_no_control_token(chat):
     assert QWEN.decode(QWEN.cue) == "<|im_start|>assistant\n<think>\n\n</think>\n\n<answer>"
 
 
-def test_forks_run_at_once_and_merge_in_call_order():
-    both = asyncio.Barrier(2)
-
-    async def reply(context, room):
-        if "Report." not in context:
-            calls = "".join(CALL % ("delegate", "task", f"From {name}") for name in ("Ada", "Bela"))
-            return "<answer>Ada</answer>" if "<tool_response>" in context else calls
-        await asyncio.wait_for(both.wait(), 9)  # times out unless both requests wait at the same time
-        await asyncio.sleep(0.1 * ("From Ada" in context))  # the first call is the last to return
-        return f"<answer>{'Bela' if 'From Bela' in context else 'Ada'}</answer>"
-
-    t = attempt(CHAT, reply, mode="subagent")
-    merged = [CHAT.decode(t.segments[0].token_ids[s.before[1] : s.after[1]]) for s in t.sessions[:-1]]
-    assert len(merged) == 2 and "Ada" in merged[0] and "Bela" in merged[1]
-
-
 def test_engine_samples_what_the_model_says(lm):
     requests = [(IDS[:n], room, [5]) for n, room in ((3, 30), (40, 2), (1, 9), (17, 60), (60, 1))]
 
     async def together(engine):
         return await asyncio.gather(*[engine.generate(*request) for request in requests])
 
-    a, same, other = (asyncio.run(together(harness.HFEngine(lm, 0, 0.7, seed))) for seed in (1, 1, 2))
-    assert a == same != other
-    for (prefix, room, stop), (new, logprobs, finish) in zip(requests, a):
+    drawn, again = (asyncio.run(together(harness.HFEngine(lm, 0, 0.7, seed=1))) for _ in range(2))
+    assert drawn == again
+    for (prefix, room, stop), (new, logprobs, finish) in zip(requests, drawn):
         logits = lm(torch.tensor([prefix + new])).logits[0, len(prefix) - 1 : -1] / 0.7
         assert logprobs == pytest.approx(logits.log_softmax(-1)[range(len(new)), new].tolist(), abs=1e-4)
-        assert (finish, stop[0] in new[:-1]) == ("stop" if new[-1] in stop else "length", False)
+        assert finish == ("stop" if new[-1] in stop else "length") and not set(stop) & set(new[:-1])
         assert len(new) == room or (finish == "stop" and len(new) < room)
-    greedy = harness.HFEngine(lm, 0, 0.0)
-    assert [r[0] for r in asyncio.run(together(greedy))] == [greedy.sample([r])[0][0] for r in requests]
 
 
 # ---- train.py, eval.py -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("flags", ["compaction", "single --no-shaping", "subagent --advantage igpo"])
-def test_a_run_and_the_same_run_resumed(tmp_path, monkeypatch, flags):
-    async def mixed(task, engine, *args, rollout=harness.rollout, **options):
-        drawn = isinstance(engine, harness.HFEngine) and torch.randint(99, (1,), generator=engine.generator)
-        lot = int(drawn)  # from the engine's generator, which a resumed run has to restore
-        if lot % 2 and "single" not in flags:
-            engine = harness.Demonstrator(CHAT, random.Random(lot))
-        t = await rollout(task, engine, *args, **options)
-        t.reward = float(lot % 3 > 0)  # mixed groups, so that there is something to learn
-        return t
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(harness, "rollout", mixed)
-    tiny = "--warm-start-steps 2 --tasks-per-step 2 --group-size 2 --minibatches 2 --eval-tasks 1 --lr 1e-3"
-    for run in ("--steps 2 --out a", "--steps 1 --out b", "--steps 2 --out b --resume"):
-        train.main(f"{tiny} --checkpoint-every 1 --temperature 0.8 --mode {flags} {run}".split())
-    a, b = ([json.loads(line) for line in Path(d, "metrics.jsonl").read_text().splitlines()] for d in "ab")
-    timeless = [[{k: v for k, v in row.items() if "seconds" not in k} for row in rows] for rows in (a, b)]
-    assert timeless[0] == timeless[1] and len(a) == 2 and ("single" not in flags or a[0]["engine_gap"] < 1e-4)
-    folders = ("a/checkpoint", "b/checkpoint", next(Path("runs").iterdir()))
-    a, b, start = (harness.load_policy(folder)[0].state_dict() for folder in folders)
-    assert all(torch.equal(a[k], b[k]) for k in a) and not all(torch.equal(a[k], start[k]) for k in a)
-    evaluation.main(["--model", "a/checkpoint", "--n", "2"])
-    evaluation.main(["--show", "a/trajectories.jsonl"])
+def scripted(mode, tasks):
+    config, demonstrator = train.make_config(["--mode", mode]), harness.Demonstrator(CHAT, random.Random(1))
+    trajectories = evaluation.roll_out(tasks, demonstrator, CHAT, config)
+    return config, harness.offline_model(len(CHAT.tokenizer), 0), trajectories
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_token_has_an_advantage_and_every_trajectory_one_vote(mode):
-    config, model = train.make_config(["--mode", mode]), harness.offline_model(len(CHAT.tokenizer), 0)
-    group = evaluation.roll_out([TASK] * 4, harness.Demonstrator(CHAT, random.Random(1)), CHAT, config)
+    config, model, group = scripted(mode, [TASK] * 4)
     evaluation.score_sessions(model, group, CHAT)
     for credit in train.ESTIMATORS.values():
-        for columns in train.token_rows(group, credit(group, config, model, CHAT)):
+        credit(group, config, model, CHAT)
+        for columns in train.token_rows(group):
             assert sum(weights_T.sum().item() for *_, weights_T in columns) == pytest.approx(1 / 4)
+
+
+def test_a_fork_is_worth_what_the_end_loses_without_it():
+    _, model, trajectories = scripted("subagent", harness.offline_tasks(20, 0))
+    evaluation.score_forks(model, trajectories, CHAT)
+    forks = [(t, fork) for t in trajectories if t.stop == "answer" for fork in t.sessions[:-1]]
+    for t, fork in forks:
+        ids = t.segments[fork.before[0]].token_ids
+        a, b = (len(CHAT.decode(ids[:stop])) for _, stop in (fork.before, fork.after))
+        end = CHAT.decode(ids).rsplit("<|im_start|>assistant", 1)[0]
+        nothing = "<|im_start|>user\n<tool_response>\nNo result.\n</tool_response><|im_end|>\n"
+        contexts = [CHAT.own(text) + CHAT.cue for text in (end, end[:a] + nothing + end[b:])]
+        value, without = phi.answer_logprob(model, contexts, [CHAT.own(t.task.answer)] * 2).tolist()
+        assert fork.gain == pytest.approx(value - without, abs=1e-5)
+    assert len({fork.gain for _, fork in forks}) > 10
+
+
+def test_runs_are_compared_by_seed_and_by_question(tmp_path, capsys):
+    row = {"question": "", "sessions": [{"kind": "normal"}], "tokens": 1, "malformed": 0, "stop": "answer"}
+    for name, wins in (("a-0", 6), ("a-1", 8), ("b-0", 3), ("b-1", 3)):
+        rows = [{**row, "id": k, "reward": float(k < wins)} for k in range(10)]
+        harness.append_jsonl(tmp_path / name, rows)
+    evaluation.main(["--compare", *map(str, sorted(tmp_path.iterdir()))])
+    printed = capsys.readouterr().out
+    assert "| accuracy | 0.700 ± 1.271 | 0.300 ± 0.000 | 0.400 ± 1.271 |" in printed  # 12.706 x 0.1
+    assert "p = 0.0078" in printed and "+0.400 [+0." in printed  # 8 answers, all one way: 2 / 2^8

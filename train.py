@@ -63,14 +63,11 @@ class Config(Limits):
     clip_high: float = HfArg(default=0.2, help="clip of the importance ratio above 1 (M12)")
     minibatches: int = HfArg(default=2, help="optimizer steps per batch, however many sessions it has")
     lr: float = HfArg(default=1e-6, help="learning rate, constant")
-    max_grad_norm: float = HfArg(default=1.0, help="norm to which gradients are clipped")
     temperature: float = HfArg(default=1.0, help="sampling temperature, at which log-probs are taken too")
     token_budget: int = HfArg(default=16384, help="padded tokens of one forward, in Phi and in the update")
     eval_tasks: int = HfArg(default=0, help="held-out tasks of the offline world, before and after")
     eval_mode: str = HfArg(default="", help="mode of the warm start and of evaluation, if not --mode")
     warm_start_steps: int = HfArg(default=0, help="steps of behaviour cloning before RL, offline world")
-    warm_start_lr: float = HfArg(default=3e-3, help="peak learning rate of behaviour cloning")
-    warm_start_seed: int = HfArg(default=0, help="seed of the warm start, which runs of any --seed share")
 
 
 # A preset is the flags that stand before yours. In tiny contexts, what a summary keeps decides what follows.
@@ -119,8 +116,7 @@ def make_config(argv: list[str]) -> Config:
 # ---- Warm start --------------------------------------------------------------------------------------------
 def warm_start(config: Config) -> str:
     """The folder of the tiny model after behaviour cloning of the scripted agent, made unless it is there."""
-    keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
-    keys += [key for key in vars(config) if key.startswith("warm_start")]
+    keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature", "warm_start_steps"]
     config = dataclasses.replace(config, mode=config.eval_mode)
     recipe = repr([inspect.getsource(harness)] + [getattr(config, key) for key in keys])
     folder = Path(f"runs/warm-start-{config.mode}-{zlib.crc32(recipe.encode()):08x}")
@@ -128,17 +124,17 @@ def warm_start(config: Config) -> str:
         return str(folder)
     tokenizer = harness.offline_tokenizer()
     chat = harness.Chat(tokenizer)
-    model = harness.offline_model(len(tokenizer), config.warm_start_seed)
-    demonstrator = harness.Demonstrator(chat, random.Random(config.warm_start_seed))
+    model = harness.offline_model(len(tokenizer), seed=0)  # runs of any --seed share one warm start
+    demonstrator = harness.Demonstrator(chat, random.Random(0))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     bar = tqdm(range(config.warm_start_steps), desc="warm start, once")
     for step in bar:
-        tasks = harness.offline_tasks(16, (config.warm_start_seed + 1) * 1_000_000 + step)
+        tasks = harness.offline_tasks(16, 1_000_000 + step)
         trajectories = roll_out(tasks, demonstrator, chat, config)
         segments = [segment for trajectory in trajectories for segment in trajectory.segments]
         loss = -torch.cat(sampled_logprobs(model, segments, config)[0]).mean()
         rise, fall = (step + 1) / 20, (config.warm_start_steps - step) / (0.3 * config.warm_start_steps)
-        optimizer.param_groups[0]["lr"] = config.warm_start_lr * min(1.0, rise, fall)
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, rise, fall)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -152,68 +148,57 @@ def warm_start(config: Config) -> str:
     return str(folder)
 
 
-# ---- Credit ------------------------------------------------------------------------------------------------
-# An estimator takes one group, the gains of its sessions known, and returns per trajectory and segment the
-# advantage of every token.
-def by_session(group: list[Trajectory], key: str) -> list[list]:
-    return [[getattr(session, key) for session in trajectory.sessions] for trajectory in group]
+# ---- Credit: an estimator takes one group, its gains known, and gives every token an advantage -------------
+def columns(group: list[Trajectory]) -> tuple[list, list, list]:
+    """Rewards [G], and kinds and gains, G lists [N_i]."""
+    kinds, gains = ([[getattr(s, key) for s in t.sessions] for t in group] for key in ("kind", "gain"))
+    return [trajectory.reward for trajectory in group], kinds, gains
 
 
-def set_by_session(group: list[Trajectory], key: str, values: list[torch.Tensor]) -> None:
-    for session, value in zip([session for t in group for session in t.sessions], torch.cat(values).tolist()):
-        setattr(session, key, value)
+def set_advantages(group: list[Trajectory], advantages: list[torch.Tensor]) -> None:
+    """Of G tensors [N_i], to the sessions and all their tokens."""
+    for trajectory, advantages_N in zip(group, advantages):
+        for session, advantage in zip(trajectory.sessions, advantages_N.tolist()):
+            session.advantage = advantage
+        for segment in trajectory.segments:
+            segment.advantage = advantages_N[segment.session].tolist()
 
 
-def to_tokens(group: list[Trajectory], advantages: list[torch.Tensor]) -> list[list[list[float]]]:
-    set_by_session(group, "advantage", advantages)
-    rows = zip(group, advantages)
-    return [[advantages_N[segment.session].tolist() for segment in t.segments] for t, advantages_N in rows]
-
-
-def mosaic_credit(group: list[Trajectory], config: Config, model, chat) -> list:
+def mosaic_credit(group: list[Trajectory], config: Config, model, chat) -> None:
     """M11, an advantage per session."""
-    inputs = ([t.reward for t in group], by_session(group, "kind"), by_session(group, "gain"))
     strengths = (config.rho, config.beta0, config.beta1, config.lam)
     switches = (config.session_aware, config.shaping)
-    return to_tokens(group, mosaic.mosaic_advantage(*inputs, *strengths, *switches))
+    set_advantages(group, mosaic.mosaic_advantage(*columns(group), *strengths, *switches))
 
 
-def broadcast_credit(group: list[Trajectory], config: Config, model, chat) -> list:
+def broadcast_credit(group: list[Trajectory], config: Config, model, chat) -> None:
     """M2, the trajectory's advantage for every session."""
-    rewards = [trajectory.reward for trajectory in group]
-    return to_tokens(group, mosaic.broadcast_advantage(rewards, by_session(group, "kind")))
+    set_advantages(group, mosaic.broadcast_advantage(*columns(group)[:2]))
 
 
-def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> list:
+def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> None:
     """IGPO, an advantage per turn of the main agent; a subagent shares that of the turn that sent it."""
-    turns = [main_turns(trajectory) for trajectory in group]
-    places = [(i, segment, start) for i, turns_n in enumerate(turns) for segment, start, _ in turns_n]
-    values = potentials_at(model, group, places, chat, config.token_budget)
+    turns = [[] for _ in group]  # (segment, start, stop) of each turn and what it was answered
+    for mine, trajectory in zip(turns, group):
+        for index in [session.segment for session in trajectory.sessions if session.kind == "normal"]:
+            segment = trajectory.segments[index]
+            mine += [(index, a, b) for a, b in pairwise([*segment.turns, len(segment.token_ids)])]
+    places = [(t, segment, start) for t, turns_n in zip(group, turns) for segment, start, _ in turns_n]
+    values = torch.tensor(potentials_at(model, places, chat, config.token_budget))
     # Entry t is Phi before turn t + 1. The last turn earns the outcome, so nothing is wanted after it.
-    chains = [[values[i, segment, start] for segment, start, _ in turns_n] for i, turns_n in enumerate(turns)]
-    probs = [torch.tensor(chain + chain[-1:]).exp() for chain in chains]
-    tokens = [[[0.0] * len(segment.token_ids) for segment in t.segments] for t in group]
-    advantages = mosaic.igpo_advantage([t.reward for t in group], probs)
-    for mine, trajectory, turns_n, advantages_n in zip(tokens, group, turns, advantages):
-        for (segment, start, stop), advantage in zip(turns_n, advantages_n.tolist()):
-            mine[segment][start:stop] = [advantage] * (stop - start)
-        for fork in (session for session in trajectory.sessions if session.kind == "subagent"):
-            segment, merged_at = fork.before
-            mine[fork.segment] = [mine[segment][merged_at]] * (fork.stop - fork.start)
-        for session in trajectory.sessions:  # for a reader: that of its last turn
-            session.advantage = mine[session.segment][session.stop - 1]
-    return tokens
-
-
-def main_turns(trajectory: Trajectory) -> list[tuple[int, int, int]]:
-    """(segment, start, stop) of each turn of the main agent; an instruction to compact is part of it."""
-    turns = []
-    for session in (session for session in trajectory.sessions if session.kind != "subagent"):
-        starts = trajectory.segments[session.segment].turns
-        starts = [start for start in starts if session.start <= start < session.stop]
-        first = session.before[1]
-        turns += [(session.segment, a, b) for a, b in pairwise([first, *starts[1:], session.stop])]
-    return turns
+    probs = [torch.cat([phi_n, phi_n[-1:]]).exp() for phi_n in values.split(list(map(len, turns)))]
+    advantages = mosaic.igpo_advantage([trajectory.reward for trajectory in group], probs)
+    for trajectory, turns_n, advantages_n in zip(group, turns, advantages):
+        segments = trajectory.segments
+        for segment in segments:
+            segment.advantage = [0.0] * len(segment.token_ids)
+        for (index, start, stop), advantage in zip(turns_n, advantages_n.tolist()):
+            segments[index].advantage[start:stop] = [advantage] * (stop - start)
+        for session in trajectory.sessions:
+            index, merged_at = session.before
+            if session.kind == "subagent":
+                segments[session.segment].advantage = [segments[index].advantage[merged_at]] * session.stop
+            session.advantage = segments[session.segment].advantage[session.stop - 1]  # its last turn's
 
 
 ESTIMATORS = {"mosaic": mosaic_credit, "broadcast": broadcast_credit, "igpo": igpo_credit}
@@ -227,34 +212,34 @@ def sampled_logprobs(model, segments: list, config: Config) -> tuple[list, list]
     return phi.token_logprobs(model, ids, wanted, config.token_budget, True, temperature=config.temperature)
 
 
-def token_rows(trajectories: list[Trajectory], advantages: list) -> list[list[tuple]]:
+def token_rows(trajectories: list[Trajectory]) -> list[list[tuple]]:
     """Per trajectory its segments with old log-probs, advantages and weights, [T] of the sampled tokens."""
     rows = []
-    for trajectory, mine in zip(trajectories, advantages):
+    for trajectory in trajectories:
         # M12's denominators are those of the whole batch, taken here, before anything is split.
         n_sampled = sum(sum(segment.sampled) for segment in trajectory.segments)
         weight = 1 / (len(trajectories) * n_sampled)
         rows.append([])
-        for segment, advantages_T in zip(trajectory.segments, mine):
-            columns = torch.tensor([segment.logprobs, advantages_T, [weight] * len(advantages_T)])
-            rows[-1].append((segment, *columns[:, torch.tensor(segment.sampled)]))
+        for segment in trajectory.segments:
+            lists = (segment.logprobs, segment.advantage, [weight] * len(segment.sampled))
+            rows[-1].append((segment, *torch.tensor(lists)[:, torch.tensor(segment.sampled)]))
     return rows
 
 
-def update(model, optimizer, trajectories: list, advantages: list, step: int, config: Config) -> dict:
+def update(model, optimizer, trajectories: list[Trajectory], step: int, config: Config) -> dict:
     """`minibatches` optimizer steps on one batch (M12). -> metrics."""
-    rows = token_rows(trajectories, advantages)
+    rows = token_rows(trajectories)
     order = random.Random(f"{config.seed} {step}").sample(range(len(rows)), len(rows))
     sums = Counter()
     for m in range(config.minibatches):
         # Whole trajectories are dealt out: the number of optimizer steps does not depend on sessions.
         minibatch = [row for i in order[m :: config.minibatches] for row in rows[i]]
         for part in phi.batches_by_length([len(row[0].token_ids) for row in minibatch], config.token_budget):
-            segments, *columns = zip(*[minibatch[k] for k in part])
+            segments, *parts = zip(*[minibatch[k] for k in part])
             logprobs_T, entropy_T = map(torch.cat, sampled_logprobs(model, segments, config))
-            old_T, advantages_T, weights_T = map(torch.cat, columns)
-            columns_T = (logprobs_T, old_T, advantages_T, weights_T)
-            loss = mosaic.policy_loss(*columns_T, config.clip_low, config.clip_high)
+            old_T, advantages_T, weights_T = map(torch.cat, parts)
+            clips = (config.clip_low, config.clip_high)
+            loss = mosaic.policy_loss(logprobs_T, old_T, advantages_T, weights_T, *clips)
             # A minibatch stands for the whole batch, so its gradient is scaled up to estimate the batch's.
             (loss * config.minibatches).backward()
             change_T = logprobs_T.detach() - old_T
@@ -263,7 +248,7 @@ def update(model, optimizer, trajectories: list, advantages: list, step: int, co
             sums["clip_fraction"] += outside.sum().item()
             if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
                 sums.update(gap=change_T.abs().sum().item(), gap_tokens=len(old_T))
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         sums["grad_norm"] += norm.item() / config.minibatches
@@ -312,17 +297,14 @@ def train(config: Config) -> None:
     if not config.resume and (out / "metrics.jsonl").exists():
         raise harness.UserError(f"--out {out}: expected no run there, found one: --resume it or name another")
     tasks, tools = harness.offline_tasks(2000, config.seed), None
-    held_out = harness.offline_tasks(config.eval_tasks, 0, "held-out")
     if config.tasks:
-        tasks, held_out = harness.load_tasks(config.tasks), []
+        tasks = harness.load_tasks(config.tasks)
         random.Random(config.seed).shuffle(tasks)
         tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
     start = config.model or warm_start(config)
     model, tokenizer = harness.load_policy(str(folder) if config.resume else start)
-    # Held-out gains are scored by the policy that RL starts from: runs need one yardstick to be compared.
-    frozen = harness.load_policy(start)[0] if held_out else None
     chat = harness.Chat(tokenizer)
-    for task in tasks + held_out:
+    for task in tasks:
         harness.Agent(task, None, chat, config, None)  # a prompt that does not fit is found here
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
     engine = harness.HFEngine(model, chat.close[0], config.temperature, config.seed)
@@ -337,9 +319,8 @@ def train(config: Config) -> None:
                 os.truncate(out / log, size)
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
     if not config.resume:
-        if held_out:
-            evaluate_held_out("before", held_out, engine, chat, config, frozen)
         save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, 0, config)
+        evaluate_held_out("before", start, config)
 
     bar = tqdm(range(state["step"], config.steps), config.out, initial=state["step"], total=config.steps)
     for step in bar:
@@ -350,11 +331,9 @@ def train(config: Config) -> None:
         batch = [tasks[k % len(tasks)] for k in places for _ in range(config.group_size)]
         rolled = roll_out(batch, engine, chat, config, tools)
         clock.append(time.perf_counter())
-
         groups = [rolled[g : g + config.group_size] for g in range(0, len(rolled), config.group_size)]
         # reward None: search or judge was down. Such a trajectory leaves its group, it is not a failure.
-        groups = [[t for t in group if t.reward is not None] for group in groups]
-        groups = [group for group in groups if group]
+        groups = [kept for group in groups if (kept := [t for t in group if t.reward is not None])]
         trajectories = [trajectory for group in groups for trajectory in group]
         if not trajectories:
             raise harness.UserError("search or judge is down: not one rollout of this step has a verdict")
@@ -366,20 +345,18 @@ def train(config: Config) -> None:
         if config.fork_credit == "counterfactual":
             score_forks(model, trajectories, chat, config.token_budget)
         for group in groups:
-            normalised = mosaic.normalise_by_kind(by_session(group, "gain"), by_session(group, "kind"))
-            set_by_session(group, "normalised", normalised)
+            _, kinds, gains = columns(group)
+            for trajectory, scores_N in zip(group, mosaic.normalise_by_kind(gains, kinds)):
+                for session, score in zip(trajectory.sessions, scores_N.tolist()):
+                    session.normalised = score
         clock.append(time.perf_counter())
-
-        credit = ESTIMATORS[config.advantage]
-        advantages = [mine for group in groups for mine in credit(group, config, model, chat)]
+        for group in groups:
+            ESTIMATORS[config.advantage](group, config, model, chat)
         clock.append(time.perf_counter())
-
-        metrics = update(model, optimizer, trajectories, advantages, step, config)
+        metrics = update(model, optimizer, trajectories, step, config)
         clock.append(time.perf_counter())
-
         engine.load_weights(model.named_parameters())
         clock.append(time.perf_counter())
-
         wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
         lines = [{"step": step, **describe(trajectory, chat)} for trajectory in trajectories]
         row = {"step": step, **summarise(lines), **metrics, "dropped": len(rolled) - len(trajectories)}
@@ -394,24 +371,23 @@ def train(config: Config) -> None:
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
             save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, step + 1, config)
 
-    if held_out:
-        evaluate_held_out("after", held_out, engine, chat, config, frozen)
+    evaluate_held_out("after", start, config)
 
 
-def evaluate_held_out(when: str, tasks: list, engine, chat, config: Config, frozen) -> None:
-    """Greedy and sampled, always with the same seed; into eval.json."""
-    limits, rows = dataclasses.replace(config, mode=config.eval_mode), []
-    path = Path(config.out) / "eval.json"
-    for engine.temperature, decoding in ((0.0, "greedy"), (config.temperature, "sampled")):
-        engine.generator.manual_seed(0)
-        lines = path.with_name(f"{when}-{decoding}.jsonl")
-        rows.append(evaluate(tasks, engine, chat, limits, None, frozen, lines))
-    results = json.loads(path.read_text()) if when == "after" and path.exists() else {}
-    results[when] = rows[1] | {f"{key}_greedy": rows[0][key] for key in ("accuracy", "interval")}
-    path.write_text(json.dumps(results, indent=1))
+def evaluate_held_out(when: str, start: str, config: Config) -> None:
+    """The checkpoint's figures in the offline world, greedy and sampled; into eval.json."""
+    if config.tasks or not config.eval_tasks:
+        return
+    out = Path(config.out)
+    # Gains are scored by the policy that RL started from: to compare runs takes one yardstick.
+    flags = [f"--model={out}/checkpoint", f"--frozen={start}", f"--n={config.eval_tasks}"]
+    greedy = evaluate([*flags, f"--out={out}/{when}-greedy.jsonl", "--greedy"])
+    row = evaluate([*flags, f"--out={out}/{when}-sampled.jsonl"])
+    row |= {f"{key}_greedy": greedy[key] for key in ("accuracy", "interval")}
+    results = json.loads((out / "eval.json").read_text()) if (out / "eval.json").exists() else {}
+    (out / "eval.json").write_text(json.dumps(results | {when: row}, indent=1))
     text = "accuracy {accuracy:.3f} [{interval[0]:.3f}, {interval[1]:.3f}], greedy {accuracy_greedy:.3f}"
-    for name, row in results.items():
-        print(f"{name:>6}: {text.format(**row)}; {row['sessions']:.2f} sessions")
+    print(f"{when:>6}: {text.format(**row)}; {row['sessions']:.2f} sessions")
 
 
 if __name__ == "__main__":
