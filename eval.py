@@ -1,6 +1,5 @@
 """Evaluation: held-out accuracy, what the sessions were worth, trajectories to read, runs to compare.
 Left out on purpose: pass@k, majority votes, the scorers of other benchmarks.
-
     python eval.py --model runs/compaction-mosaic-0/checkpoint            # sampled; or --greedy
     python eval.py --show runs/compaction-mosaic-0/trajectories.jsonl     # the credit of each session
     python eval.py --compare runs/compaction-* --plot curves.png          # arms, with intervals over seeds
@@ -33,7 +32,7 @@ def roll_out(tasks: list, engine, chat, limits: Limits, tools=None, progress: st
     async def all_of_them():
         with tqdm(total=len(tasks), desc=progress, leave=False, disable=not progress) as bar:
             rollouts = [harness.rollout(task, engine, chat, limits=limits, tools=tools) for task in tasks]
-            jobs = [asyncio.create_task(one) for one in rollouts]
+            jobs = list(map(asyncio.create_task, rollouts))
             for job in jobs:
                 job.add_done_callback(lambda _: bar.update())
             return await asyncio.gather(*jobs)
@@ -66,8 +65,8 @@ def score_forks(model, trajectories: list[Trajectory], chat, token_budget: int =
     nothing, requests = chat.response(chat.own(harness.NO_RESULT)), []
     for t, fork in forks:
         (index, start), (_, stop) = fork.before, fork.after
-        merges = [s.after[1] for s in t.sessions if s.kind == "subagent" and s.after[0] == index]
         # The end is where the policy began its last turn, and so before it states the answer.
+        merges = [s.after[1] for s in t.sessions[:-1] if s.after[0] == index and s.kind == "subagent"]
         ids, end = t.segments[index].token_ids, max(*merges, t.segments[index].turns[-1])
         without, answer = ids[:start] + nothing + ids[stop:end], chat.foreign(t.reference)
         requests += [(without, len(without), answer), (ids, end, answer)]
@@ -103,14 +102,13 @@ def summarise(rows: list[dict]) -> dict:
     """Figures of described trajectories that have a reward; None where there is none. Gains: nats a token."""
 
     def average(values) -> float | None:
-        values = list(values)
-        return fmean(values) if values else None
+        return fmean(values) if (values := list(values)) else None
 
     wins, losses = ([r for r in rows if (r["reward"] > mosaic.SUCCESS) == won] for won in (True, False))
     paid = [session for row in rows for session in row["sessions"][:-1]]
     facts = [pair for row in rows for pair in kept_facts(row)]
-    figures = {"n": len(rows), "accuracy": len(wins) / len(rows)}
-    figures["reward"] = average(row["reward"] for row in rows)
+    reward = average(row["reward"] for row in rows)
+    figures = {"n": len(rows), "accuracy": len(wins) / len(rows), "reward": reward}
     for name, some in (("", rows), ("_success", wins), ("_failure", losses)):
         figures[f"sessions{name}"] = average(len(row["sessions"]) for row in some)
     figures["facts_kept"] = average(useful for useful, _ in facts)  # per summary
@@ -130,9 +128,7 @@ def summarise(rows: list[dict]) -> dict:
 # ---- Reading and comparing ---------------------------------------------------------------------------------
 def show(path: str, n: int) -> None:
     """Print the last n trajectories of a file, session by session with their credit."""
-    credit = (
-        "Phi {phi_before:.3f} -> {phi_after:.3f} nats/token, gain {gain:+.3f}, {normalised:+.2f} in its kind"
-    )
+    credit = "Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats, {normalised:+.2f} in its kind"
     for where, row in harness.read_jsonl(path)[-n:]:
         if "sessions" not in row:
             raise harness.UserError(f"--show {where}: expected a trajectory, as in trajectories.jsonl")
@@ -291,11 +287,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         config = harness.parse_flags(Config, argv, __doc__)
         if config.show:
-            show(config.show, config.last)
-        elif config.compare:
-            compare(config.compare, config.plot)
-        else:
-            print(json.dumps(evaluate(argv), indent=1))
+            return show(config.show, config.last)
+        if config.compare:
+            return compare(config.compare, config.plot)
+        print(json.dumps(evaluate(argv), indent=1))
     except harness.UserError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

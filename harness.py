@@ -1,9 +1,7 @@
 """The harness: what an agent does between a question and a reward. A trajectory is a set of sessions:
-
     normal     ReAct over one context: think, call `search`, `visit` or `delegate`, read, ... `<answer>`
     compact    the context is nearly full: one turn writes a summary, the next normal session starts from it
     subagent   a delegated subtask, worked on in a fresh context; the text it returns is the tool's result
-
 It is token-exact: a segment grows by the very ids that the policy sampled and by the ids of the turns around
 them. Foreign text (questions, pages, what a subagent is told and returns) cannot produce a control token.
 Left out on purpose: sandboxes, more tools, paging through a page, subagents of subagents, stale policies.
@@ -58,6 +56,7 @@ class Segment:
         self.token_ids += ids
         self.sampled += [logprobs is not None] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+        self.advantage += [0.0] * len(ids)
 
 
 @dataclass
@@ -213,7 +212,6 @@ class Corpus:
 
 
 # ---- Prompts and the chat template -------------------------------------------------------------------------
-
 RESEARCH = """Think step by step. To use a tool, write a call, then end your turn and wait for the result:
 <tool_call>{"name": "search", "arguments": {"query": "..."}}</tool_call>
 A turn may have two calls, which run at the same time. The tools:
@@ -221,7 +219,6 @@ search(query): finds pages and shows one line of each
 visit(id): reads the page with that id"""
 DELEGATE = "\ndelegate(task): hands a subtask, completely described, to an assistant who knows nothing else"
 ANSWER = "\nWhen you are done, write only the answer, complete and short, between <answer> and </answer>."
-
 PROMPTS = {
     "research": {
         "single": "You find the answer to a question by research. " + RESEARCH + ANSWER,
@@ -304,8 +301,8 @@ def load_policy(source: str):
         tokenizer = AutoTokenizer.from_pretrained(source)
         return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), tokenizer
     except (OSError, ValueError) as error:
-        reason = str(error).split("\n")[0]
-        raise UserError(f"--model {source}: expected a model with its tokenizer ({reason})") from None
+        first = str(error).splitlines()[0]
+        raise UserError(f"--model {source}: expected a model with its tokenizer ({first})") from None
 
 
 class HFEngine:
@@ -321,34 +318,25 @@ class HFEngine:
 
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
         """-> (sampled ids, with the stop token at their end; log-probs; "stop" or, without it, "length")."""
-        future = asyncio.get_running_loop().create_future()
-        self.waiting.append((future, token_ids, max_new_tokens, stop))
-        self.runner = self.runner or asyncio.create_task(self.run_waiting())
-        return await future
+        self.waiting.append((token_ids, max_new_tokens, stop))
+        place, self.runner = len(self.waiting) - 1, self.runner or asyncio.create_task(self.run_waiting())
+        return (await asyncio.shield(self.runner))[place]  # so that an error reaches everyone who waits
 
-    async def run_waiting(self) -> None:
+    async def run_waiting(self) -> list[tuple]:
         # Let every other rollout ask too. The event loop is deterministic, and so the batches are.
         seen, calm = 0, 0
         while calm < 5:
             await asyncio.sleep(0)
             calm = calm + 1 if len(self.waiting) == seen else 0
             seen = len(self.waiting)
-        batch, self.waiting, self.runner = self.waiting, [], None
-        try:
-            results = self.sample([request for _, *request in batch])
-        except Exception as error:  # whatever it is, every waiting rollout has to hear of it
-            for future, *_ in batch:
-                future.set_exception(error)
-            return
-        for (future, *_), result in zip(batch, results):
-            future.set_result(result)
+        requests, self.waiting, self.runner = self.waiting, [], None
+        return self.sample(requests)
 
     @torch.no_grad()
     def sample(self, requests: list[tuple[list[int], int, list[int]]]) -> list[tuple]:
         rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in requests]
         tokens = pad_sequence(rows, batch_first=True, padding_side="left", padding_value=self.pad_id)
-        ones = [torch.ones_like(row) for row in rows]
-        mask = pad_sequence(ones, batch_first=True, padding_side="left")
+        mask = pad_sequence([row * 0 + 1 for row in rows], batch_first=True, padding_side="left")
         positions = (mask.cumsum(-1) - 1).clamp(min=0)  # from the first real token, as without the padding
         cache = DynamicCache(config=self.model.config)
         results = [([], [], "") for _ in requests]
@@ -405,19 +393,18 @@ class Agent:
         for key, value in [(f.name, getattr(limits, f.name)) for f in fields(Limits)]:
             if key.startswith(("max_", "top_")) and value < (2 if key == "max_summary_tokens" else 1):
                 raise UserError(f"--{key.replace('_', '-')} {value}: expected a larger number")
-        # What one turn with its tool responses may add to a context, and what a compact session may: an
-        # instruction and a summary, and once more for the shorter try.
-        ends = len(chat.generation + chat.close)
-        self.turn_room = ends + limits.max_turn_tokens + limits.max_response_tokens
-        self.compact_room, prompt = 0, len(self.main_prompt([]))
+        # The reserve: what one turn with its tool responses may add to a context, and what a compact session
+        # may, an instruction and a summary, and once more for the shorter try.
+        ends, prompt = len(chat.generation + chat.close), len(self.main_prompt([]))
+        reserve = ends + limits.max_turn_tokens + limits.max_response_tokens
         if self.compacts:
             tries = [chat.user(chat.own(self.texts[key])) for key in ("compact", "shorter")]
-            self.compact_room = sum(map(len, tries)) + 2 * ends + 3 * limits.max_summary_tokens // 2
+            reserve += sum(map(len, tries)) + 2 * ends + 3 * limits.max_summary_tokens // 2
             prompt = len(self.main_prompt(chat.own(self.texts["summary"]))) + limits.max_summary_tokens
         part = limits.compact_at if self.compacts else 1.0
-        self.room = int(limits.max_context * part) - self.turn_room - self.compact_room
+        self.room = int(limits.max_context * part) - reserve
         if prompt > self.room:
-            need = math.ceil((prompt + self.turn_room + self.compact_room) / part)
+            need = math.ceil((prompt + reserve) / part)
             raise UserError(f"--max-context {limits.max_context}: expected {need} for task {task.id!r}")
         need = limits.max_parallel_calls * (len(chat.response([])) + 8)
         if need > limits.max_response_tokens:
@@ -537,11 +524,9 @@ async def exact_match(task: Task, answer: str) -> float:
 
 async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, judge=exact_match) -> Trajectory:
     """One attempt at a Task; mode goes before that of `limits`. UserError: it cannot be made.
-
     tokenizer: one with a chat template, or its `Chat`. engine: `async generate(token_ids, max_new_tokens,
     stop) -> (ids, logprobs, finish_reason)`. tools: `async search(query)` and `async visit(id)`; None: a
-    `Corpus` of the task's documents. judge: `async (task, answer) -> reward`.
-    """
+    `Corpus` of the task's documents. judge: `async (task, answer) -> reward`."""
     limits = replace(limits or Limits(), **({"mode": mode} if mode else {}))
     if limits.mode not in get_args(Mode):
         raise UserError(f"mode {limits.mode!r}: expected one of {', '.join(get_args(Mode))}")
@@ -566,7 +551,6 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
 # Ours, not the paper's: what a laptop needs to see the method learn. A task is a chain of facts ("Mira taught
 # Tolo. Tolo hired Vera."). Names and facts are drawn anew for each task, so nothing can be memorised; the
 # answer is the whole chain of names, so that Phi follows a trajectory hop by hop.
-
 NAMES = """Ada Bela Cato Dino Edda Fynn Gaia Hugo Iris Jona Kara Lino Mira Nils Orla Pax Quin Rhea Sven Tolo
 Ugo Vera Wim Xena Yara Zeno Alma Bodo Cleo Dora Emil Fria Gero Hedy Ivar Juno Kian Luna Milo Nora""".split()
 VERBS = ["taught", "hired", "saved", "paid", "married", "painted"]
@@ -576,8 +560,7 @@ QUESTION = re.compile(r"From (\w+) follow ([\w, ]+)\.")
 
 def offline_tasks(n: int, seed: int, split: str = "train", hops: tuple[int, int] = (2, 4)) -> list[Task]:
     """n tasks with a page for each of 12 names. A chain's checksum decides in which split it may occur."""
-    rng = random.Random(f"{split} {seed}")
-    tasks = []
+    rng, tasks = random.Random(f"{split} {seed}"), []
     while len(tasks) < n:
         names = rng.sample(NAMES, 12)
         facts = {}
@@ -613,10 +596,8 @@ def offline_tokenizer() -> FastTokenizer:
     core.decoder = decoders.Sequence([space, decoders.Fuse(), *tight])
     tokenizer = FastTokenizer(tokenizer_object=core, pad_token=control[0], eos_token=control[1])
     tokenizer.add_special_tokens({"additional_special_tokens": control[2:]})
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tokenizer.chat_template = turns + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     return tokenizer
 
 

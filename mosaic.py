@@ -4,7 +4,6 @@ A trajectory is a set of sessions. GRPO gives all of them the same credit; Mosai
 - trajectory level (M3 to M5): fewer sessions earn a success more, giving up early costs a failure more.
 - session level (M7 to M10): the gain in the likelihood of the right answer, among sessions of the same kind.
 Their sum (M11) is one advantage per session, given to all its tokens in the clipped policy loss (M12).
-
 _G trajectories of a group, _N sessions of one, _T tokens; ragged things are lists of G tensors [N_i]. Lists
 or tensors go in; statistics are in float64; float32 without gradient comes out. Wrong input is a ValueError.
 Left out on purpose: Phi itself (M6, see phi.py); a KL term, an entropy bonus, a critic.
@@ -33,11 +32,6 @@ def _vector(values, name):
     return vector
 
 
-def _check_kinds(kinds, group_size):
-    _check(len(kinds) == group_size, f"kinds of {len(kinds)} trajectories for a group of {group_size}")
-    _check(all(kinds_N and set(kinds_N) <= set(KINDS) for kinds_N in kinds), f"kinds must be among {KINDS}")
-
-
 def _standardise(x):
     deviation = x - x.mean()
     # critical: equal float32 values can differ in the last bit; over 1e-6 that noise would be a signal.
@@ -62,9 +56,7 @@ def broadcast_advantage(rewards, kinds):
     >>> broadcast_advantage([1, 0], [["normal", "compact", "normal"], ["normal"]])
     [tensor([0.7071, 0.7071, 0.7071]), tensor([-0.7071])]
     """
-    advantage_G = grpo_advantage(rewards)
-    _check_kinds(kinds, len(advantage_G))
-    return [advantage.repeat(len(kinds_N)) for advantage, kinds_N in zip(advantage_G, kinds)]
+    return [advantage.repeat(len(k)) for advantage, k in zip(grpo_advantage(rewards), kinds, strict=True)]
 
 
 # ---- M3 to M5: the session-count signal, at trajectory level -----------------------------------------------
@@ -130,17 +122,15 @@ def normalise_by_kind(gains, kinds, pooled=False):
     [tensor([ 0.7071, -0.7071,  0.0000]), tensor([-0.7071,  0.7071,  0.0000])]
     """
     gains = [_vector(gain_N, "gains of a trajectory") for gain_N in gains]
-    _check_kinds(kinds, len(gains))
-    members = {}
-    for i, (gain_N, kinds_N) in enumerate(zip(gains, kinds)):
-        _check(len(gain_N) == len(kinds_N), f"{len(gain_N)} gains for {len(kinds_N)} sessions")
-        # critical: [:-1], else the zeros of final sessions, set and not measured, pull their kind's mean.
-        for j, kind in enumerate(kinds_N[:-1]):
-            members.setdefault("any" if pooled else kind, []).append((i, j))
+    names = [(i, j, name) for i, kinds_N in enumerate(kinds) for j, name in enumerate(kinds_N)]
+    _check([*map(len, gains)] == [*map(len, kinds)], "gains and kinds must have one entry per session")
+    _check({name for *_, name in names} <= set(KINDS), f"kinds must be among {KINDS}")
     normalised = [torch.zeros_like(gain_N).float() for gain_N in gains]
-    for places in members.values():
-        scores = _standardise(torch.stack([gains[i][j] for i, j in places]))
-        for (i, j), score in zip(places, scores):
+    # critical: without final sessions, else their zeros, set and not measured, pull their kind's mean.
+    names = [(i, j, "any" if pooled else name) for i, j, name in names if j < len(kinds[i]) - 1]
+    for kind in {name for *_, name in names}:
+        places = [(i, j) for i, j, name in names if name == kind]
+        for (i, j), score in zip(places, _standardise(torch.stack([gains[i][j] for i, j in places]))):
             normalised[i][j] = score
     return normalised
 
@@ -198,17 +188,15 @@ def igpo_advantage(rewards, turn_probs, gamma=1.0):
     >>> igpo_advantage([1, 0], [[0.1, 0.4, 0.9], [0.1, 0.2, 0.2]])
     [tensor([1.4142, 0.7071]), tensor([-1.4142, -0.7071])]
     """
-    outcome_G = _standardise(_vector(rewards, "rewards"))
     probs = [_vector(prob, "turn_probs of a trajectory") for prob in turn_probs]
-    _check(len(probs) == len(outcome_G), f"turns of {len(probs)} trajectories for {len(outcome_G)} rewards")
     good = all(len(prob) >= 2 and prob.min() >= 0 and prob.max() <= 1 + NOISE for prob in probs)
     _check(good, "turn_probs must be rows of two or more probabilities exp(Phi)")
-    changes = [prob[1:-1] - prob[:-2] for prob in probs]  # the last turn's change is not among them
+    advantages, changes = [], [prob[1:-1] - prob[:-2] for prob in probs]  # without the last turn's
     scores = _standardise(torch.cat(changes)).split([len(change) for change in changes])
-    advantages = [torch.cat([score, outcome[None]]) for score, outcome in zip(scores, outcome_G)]
-    for advantage in advantages:
-        for t in reversed(range(len(advantage) - 1)):
-            advantage[t] += gamma * advantage[t + 1]
+    for score, outcome in zip(scores, _standardise(_vector(rewards, "rewards")), strict=True):
+        advantages.append(torch.cat([score, outcome[None]]))
+        for t in reversed(range(len(score))):
+            advantages[-1][t] += gamma * advantages[-1][t + 1]
     return [advantage.float() for advantage in advantages]
 
 

@@ -3,10 +3,8 @@
 Phi(v) = (1/|y*|) sum_t log pi(y*_t | v, cue, y*_<t), in nats per token, says how likely the policy holds the
 reference answer y*, were it asked for it (by a fixed cue) right after context v. M7 wants it at every session
 boundary, and `potentials` gets it, segment by segment, in the cheaper of two ways:
-
     rows   every boundary is a row [context, cue, answer] of a padded batch
     walk   the segment is read once into a cache; at every boundary a fork of the cache reads [cue, answer]
-
 Left out on purpose: models that soft-cap their logits; packed rows and cropped caches, both silently wrong on
 hybrid (Gated DeltaNet) models. Check it: python -m pytest --doctest-modules phi.py test_mosaic.py
 """
@@ -91,8 +89,8 @@ def answer_logprob(model, contexts, answers, token_budget=16384):
 
 
 def contexts_at(segment_ids, positions, cue):
-    if not all(0 <= p <= len(segment_ids) for p in positions):
-        raise ValueError(f"a position of {positions} is outside the segment of {len(segment_ids)} tokens")
+    if not all(0 <= p <= len(segment_ids) and p + len(cue) > 0 for p in positions):
+        raise ValueError(f"a position of {positions} is outside the segment, or before it and without a cue")
     return [[*segment_ids[:p], *cue] for p in positions]
 
 
@@ -100,8 +98,8 @@ def contexts_at(segment_ids, positions, cue):
 def segment_potentials(model, segment_ids, positions, cue, answer):
     """Phi of segment_ids[:p] + cue for every p of `positions`, in one walk: [len(positions)] float32, CPU."""
     contexts = contexts_at(segment_ids, positions, cue)
-    if not answer or not all(contexts):
-        raise ValueError("Phi needs an answer and a context that are not empty")
+    if not answer:
+        raise ValueError("Phi needs an answer that is not empty")
     cache, walked, last, phi = DynamicCache(config=model.config), 0, max(positions, default=0), {}
     # Keys and values can be cropped, so a plain model reads the segment at once; recurrent states cannot.
     plain = all(type(layer) is DynamicLayer for layer in cache.layers)

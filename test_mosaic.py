@@ -3,8 +3,8 @@
 import asyncio
 import random
 import re
-import statistics
 from itertools import chain, pairwise
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -19,6 +19,7 @@ import train
 
 torch.set_num_threads(1)
 close = torch.testing.assert_close
+CHAT = harness.Chat(harness.offline_tokenizer())
 
 
 # ---- mosaic.py ---------------------------------------------------------------------------------------------
@@ -30,26 +31,10 @@ def random_groups():
         yield [int(rng.random() < luck) for _ in kinds], kinds, gains, rng.sample(range(size), size)
 
 
-def z_score(x):
-    spread = statistics.stdev(x) if len(x) > 1 else 0
-    return [(v - statistics.mean(x)) / (spread + 1e-6) if spread > 1e-6 else 0.0 for v in x]
-
-
-def by_hand(rewards, kinds, gains, rho, beta0, beta1, lam, sat, shaping, pooled):
-    rows, spots = [[] for _ in kinds], [(a, b) for a, row in enumerate(kinds) for b in range(len(row) - 1)]
-    for i, names in enumerate(kinds):
-        mates = [len(row) for row, reward in zip(kinds, rewards) if reward == rewards[i]]
-        below, ties = sum(n < len(names) for n in mates), sum(n == len(names) for n in mates) - 1
-        u = 2 * (below + 0.5 * ties) / (len(mates) - 1) - 1 if len(mates) > 1 else 0.0
-        base = (1 - rho * u * sat) * z_score(rewards)[i]
-        if sat and len(mates) == len(kinds):
-            base = -beta1 * u if rewards[i] else beta0 * min(u, 0)
-        for j, name in enumerate(names):
-            same = [(a, b) for a, b in spots if pooled or kinds[a][b] == name]
-            gain = z_score([gains[a][b] for a, b in same])[same.index((i, j))] if (i, j) in same else 0
-            total = base + lam * (gain if any(rewards) else min(gain, 0)) * shaping
-            rows[i].append(base if base and base * total <= 0 else total)
-    return list(map(torch.tensor, rows))
+# The method in plain loops stands in the README, for its readers; the formulas are tested against that.
+LOOPS = {}
+exec(Path(__file__).with_name("README.md").read_text("utf-8").split("```python")[1].split("```")[0], LOOPS)
+by_hand, z_score = LOOPS["mosaic"], LOOPS["z_score"]
 
 
 @pytest.mark.parametrize("switches", [(1, 1, 0), (1, 1, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0)])
@@ -57,25 +42,21 @@ def by_hand(rewards, kinds, gains, rho, beta0, beta1, lam, sat, shaping, pooled)
 def test_mosaic_equals_plain_loops_and_keeps_its_gates(rates, switches):
     for rewards, kinds, gains, order in random_groups():
         got = mosaic.mosaic_advantage(rewards, kinds, gains, *rates, *switches)
-        close(got, by_hand(rewards, kinds, gains, *rates, *switches))
+        close(got, list(map(torch.tensor, by_hand(rewards, kinds, gains, *rates, *switches))))
         for row in got:  # its last entry, the final session's, is the trajectory's own advantage
             assert (any(rewards) or (row <= row[-1]).all()) and (row[-1] == 0 or (row * row[-1] > 0).all())
         shuffled = [[x[i] for i in order] for x in (rewards, kinds, [row[:-1] + [len(row)] for row in gains])]
         close(mosaic.mosaic_advantage(*shuffled, *rates, *switches), [got[i] for i in order])
         assert any(switches) or all(map(torch.equal, got, mosaic.broadcast_advantage(rewards, kinds)))
-
-
-def test_session_count_orderings_c1_to_c3():
-    with pytest.raises(ValueError, match="rho"):
-        mosaic.session_aware_advantage([1, 0], [1, 1], rho=1.0)
-    for rewards, counts in ((rewards, list(map(len, kinds))) for rewards, kinds, *_ in random_groups()):
-        sat = mosaic.session_aware_advantage(rewards, counts, rho=0.99).tolist()
-        u, strict = mosaic.centred_rank(counts), mosaic.centred_rank([0] + counts + [9])
-        assert abs(u.mean()) < 1e-6 and strict[0] == -1 and strict[-1] == 1
+        counts = list(map(len, kinds))  # C1 to C3: the orderings by outcome and session count
+        sat, u = mosaic.session_aware_advantage(rewards, counts, rho=0.99), mosaic.centred_rank(counts)
+        assert abs(u.mean()) < 1e-6 and mosaic.centred_rank([0, *counts, 9])[[0, -1]].tolist() == [-1, 1]
         if len(set(rewards)) == 2:
             worth = [(reward, -n if reward else n) for reward, n in zip(rewards, counts)]
             assert all(a > b for a, v in zip(sat, worth) for b, w in zip(sat, worth) if v > w)
-            assert all(a * (r - 0.5) > 0 for a, r in zip(sat, rewards)) and abs(sum(sat)) < 1e-5
+            assert all(a * (r - 0.5) > 0 for a, r in zip(sat, rewards)) and abs(sat.sum()) < 1e-5
+    with pytest.raises(ValueError, match="rho"):
+        mosaic.session_aware_advantage([1, 0], [1, 1], rho=1.0)
 
 
 def test_igpo_equals_plain_loops():
@@ -100,7 +81,6 @@ def test_loss_is_the_objective_however_the_batch_is_cut(cuts):
 
 
 # ---- phi.py ------------------------------------------------------------------------------------------------
-
 IDS = torch.randint(1, 80, (300,), generator=torch.Generator().manual_seed(0)).tolist()
 CUE, ANSWER = IDS[200:205], IDS[205:209]
 
@@ -158,9 +138,6 @@ def test_token_logprobs_their_gradient_and_entropy(lm, token_budget):
 
 
 # ---- harness.py --------------------------------------------------------------------------------------------
-CHAT = harness.Chat(harness.offline_tokenizer())
-
-
 def qwen_chat():  # a byte-level BPE, some added tokens of which are not special; a template like Qwen3.5's
     core = tokenizers.ByteLevelBPETokenizer()
     core.train_from_iterator([harness.RESEARCH, "<|im_start|><|im_end|></think>"] * 3, vocab_size=600)
@@ -226,8 +203,7 @@ def test_any_policy_in_any_limits(mode):
         busy.pop()
         if greedy:  # takes all the room there is, for turns, responses and summaries
             asked = re.search(r"(Summarize|Shorter)\.<.im_end.>\n<.im_start.>assistant\n$", context)
-            calls = "".join(CALL % ("visit", "id", id) for id in [*TASK.docs][: limits["max_parallel_calls"]])
-            ids = [] if asked else CHAT.own(calls)
+            ids = [] if asked else CHAT.own("".join(visits[: limits["max_parallel_calls"]]))
             return ids + [40] * (room - len(ids) - 1 + bool(asked and asked[1] == "Summarize"))
         name = rng.choice([*harness.NAMES, "From", "<tool_call>", "<|im_start|>"])
         calls = [CALL % (n, harness.TOOLS.get(n, "x"), name) for n in rng.choices([*harness.TOOLS, "x"], k=3)]
@@ -235,6 +211,7 @@ def test_any_policy_in_any_limits(mode):
         return rng.choice([*calls, *[call * 2 for call in calls], f"<answer>{name}</answer>", name, junk])
 
     stops, kinds, busy, together = set(), set(), [], set()
+    visits = [CALL % ("visit", "id", id) for id in TASK.docs]
     for rng in map(random.Random, range(80)):
         limits = {k: rng.randint(1, 9) for k in ("max_turns", "max_sessions", "max_calls", "max_malformed")}
         limits |= {"max_parallel_calls": rng.randint(1, 3), "max_response_tokens": 54, "mode": mode}
@@ -263,21 +240,6 @@ def test_foreign_text_yields_no_control_token(chat):
         assert chat is CHAT or chat.decode(chat.foreign(text)) == text
     assert chat.foreign("Ada \ud800 hired") == chat.foreign("Ada ? hired")
     assert QWEN.decode(QWEN.cue) == "<|im_start|>assistant\n<think>\n\n</think>\n\n<answer>"
-
-
-def test_engine_samples_what_the_model_says(lm):
-    requests = [(IDS[:n], room, [5]) for n, room in ((3, 30), (40, 2), (1, 9), (17, 60), (60, 1))]
-
-    async def together(engine):
-        return await asyncio.gather(*[engine.generate(*request) for request in requests])
-
-    drawn, again = (asyncio.run(together(harness.HFEngine(lm, 0, 0.7, seed=1))) for _ in range(2))
-    assert drawn == again
-    for (prefix, room, stop), (new, logprobs, finish) in zip(requests, drawn):
-        logits = lm(torch.tensor([prefix + new])).logits[0, len(prefix) - 1 : -1] / 0.7
-        assert logprobs == pytest.approx(logits.log_softmax(-1)[range(len(new)), new].tolist(), abs=1e-4)
-        assert finish == ("stop" if new[-1] in stop else "length") and not set(stop) & set(new[:-1])
-        assert len(new) == room or (finish == "stop" and len(new) < room)
 
 
 # ---- train.py, eval.py -------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
 """Synchronous GRPO over sets of sessions, with Mosaic's credit. One step of training, in the main loop below:
-
     tasks -> rollouts -> Phi -> gains -> one advantage per session -> per token -> policy loss -> sync
 
 Left out on purpose: a critic, a reward model, a KL penalty, entropy bonuses, rollouts that overlap training.
@@ -90,10 +89,7 @@ def make_config(argv: list[str]) -> Config:
         # Tasks of one's own start from the fields' defaults, which suit a small model.
         config = harness.parse_flags(Config, PRESETS[config.preset].split() + argv, __doc__)
     config.eval_mode = config.eval_mode or config.mode
-    arm = [config.eval_mode, config.mode, config.advantage]
-    arm += [f"no-{key}" for key in ("session_aware", "shaping") if not vars(config)[key]]
-    arm += [part for part in (config.fork_credit, config.reference) if part in ("counterfactual", "group")]
-    config.out = config.out or f"runs/{'-'.join(dict.fromkeys(arm))}-{config.seed}"
+    config.out = config.out or f"runs/{config.mode}-{config.advantage}-{config.seed}"
     n_trajectories = config.tasks_per_step * config.group_size
     for flag, holds, expected in (
         ("--rho", 0 <= config.rho < 1, "0 <= rho < 1"),
@@ -122,15 +118,13 @@ def warm_start(config: Config) -> str:
     folder = Path(f"runs/warm-start-{config.mode}-{zlib.crc32(recipe.encode()):08x}")
     if folder.exists():
         return str(folder)
-    tokenizer = harness.offline_tokenizer()
-    chat = harness.Chat(tokenizer)
-    model = harness.offline_model(len(tokenizer), seed=0)  # runs of any --seed share one warm start
+    chat = harness.Chat(harness.offline_tokenizer())
+    model = harness.offline_model(len(chat.tokenizer), seed=0)  # runs of any --seed share one warm start
     demonstrator = harness.Demonstrator(chat, random.Random(0))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     bar = tqdm(range(config.warm_start_steps), desc="warm start, once")
     for step in bar:
-        tasks = harness.offline_tasks(16, 1_000_000 + step)
-        trajectories = roll_out(tasks, demonstrator, chat, config)
+        trajectories = roll_out(harness.offline_tasks(16, 1_000_000 + step), demonstrator, chat, config)
         segments = [segment for trajectory in trajectories for segment in trajectory.segments]
         loss = -torch.cat(sampled_logprobs(model, segments, config)[0]).mean()
         rise, fall = (step + 1) / 20, (config.warm_start_steps - step) / (0.3 * config.warm_start_steps)
@@ -142,7 +136,7 @@ def warm_start(config: Config) -> str:
         bar.set_postfix_str(f"loss {loss.item():.3f}")
     aside = folder.with_name(f"{folder.name}.{time.time_ns()}")
     model.save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
+    chat.tokenizer.save_pretrained(aside)
     if not folder.exists():  # another run may have been faster
         aside.rename(folder)
     return str(folder)
@@ -190,8 +184,6 @@ def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> None:
     advantages = mosaic.igpo_advantage([trajectory.reward for trajectory in group], probs)
     for trajectory, turns_n, advantages_n in zip(group, turns, advantages):
         segments = trajectory.segments
-        for segment in segments:
-            segment.advantage = [0.0] * len(segment.token_ids)
         for (index, start, stop), advantage in zip(turns_n, advantages_n.tolist()):
             segments[index].advantage[start:stop] = [advantage] * (stop - start)
         for session in trajectory.sessions:
@@ -267,8 +259,7 @@ def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config
     (aside / "mosaic.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
     logs = [folder.parent / name for name in ("metrics.jsonl", "trajectories.jsonl")]
     sizes = {log.name: log.stat().st_size if step else 0 for log in logs}
-    state = {"step": step, "optimizer": optimizer.state_dict(), "sizes": sizes}
-    torch.save(state, aside / "trainer.pt")
+    torch.save({"step": step, "optimizer": optimizer.state_dict(), "sizes": sizes}, aside / "trainer.pt")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -289,9 +280,8 @@ def train(config: Config) -> None:
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
     out = Path(config.out)
-    folder = out / "checkpoint"
-    if not folder.exists():
-        folder = out / "checkpoint.old"  # killed between the two renames of save_checkpoint
+    # The old one is what a kill between the two renames of save_checkpoint leaves.
+    folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
     if config.resume and not folder.exists():
         raise harness.UserError(f"--resume: expected a checkpoint in {out}, found none")
     if not config.resume and (out / "metrics.jsonl").exists():
@@ -321,7 +311,6 @@ def train(config: Config) -> None:
     if not config.resume:
         save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, 0, config)
         evaluate_held_out("before", start, config)
-
     bar = tqdm(range(state["step"], config.steps), config.out, initial=state["step"], total=config.steps)
     for step in bar:
         clock = [time.perf_counter()]
@@ -370,7 +359,6 @@ def train(config: Config) -> None:
         bar.set_postfix_str(f"reward {row['reward']:.2f} sessions {row['sessions']:.2f} {speed:.0f} tok/s")
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
             save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, step + 1, config)
-
     evaluate_held_out("after", start, config)
 
 
