@@ -141,14 +141,15 @@ def show(path: str, n: int) -> None:
             print("      | " + session["text"].strip().replace("\n", "\n      | "))
 
 
-T95 = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131".split()
+T95 = "nan 12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131".split()
 
 
 def t_interval(values) -> tuple[torch.Tensor, torch.Tensor]:
     """values [S, ...], one per seed -> mean and half width of its 95 % t-interval [...]; NaN for one seed."""
     values = torch.tensor(values, dtype=torch.float64)
-    quantile = float(T95[max(0, len(values) - 2)])  # Student's t at 0.975 with S - 1 degrees of freedom
-    return values.mean(0), quantile * values.std(0) / math.sqrt(len(values))
+    quantile = float(T95[len(values) - 1])  # Student's t at 0.975 with S - 1 degrees of freedom
+    spread = values.std(0, correction=min(1, len(values) - 1))
+    return values.mean(0), quantile * spread / math.sqrt(len(values))
 
 
 def load_run(path: Path) -> dict:
@@ -165,6 +166,7 @@ def load_run(path: Path) -> dict:
         run["steps"] = read("metrics.jsonl")
         for key in ("rollout", "phi", "credit", "update"):  # with IGPO, credit is the turn-level Phi
             run[f"seconds_{key}"] = fmean(row[f"seconds_{key}"] for row in run["steps"])
+        run["seconds_step"] = sum(value for key, value in run.items() if key.startswith("seconds_"))
     return run
 
 
@@ -174,16 +176,14 @@ def compare(paths: list[str], picture: str) -> None:
     arms, pairs = {}, []
     for path in map(Path, tqdm(paths, desc="reading")):
         arm, seed = re.fullmatch(r"(.*?)-?(\d*)", path.name).groups() if len(paths) > 2 else (path.name, "")
-        arms.setdefault(arm, {})[seed] = load_run(path)
+        run = arms.setdefault(arm, {})[seed] = load_run(path)
     titles = [f"{arm} ({len(runs)} seeds)" for arm, runs in arms.items()]
     if len(arms) == 2:
         a, b = arms.values()
         pairs = [(a[seed], b[seed]) for seed in a if seed in b]
         titles.append("first - second")
     print("| | " + " | ".join(titles))
-    for key, value in load_run(Path(paths[0])).items():
-        if isinstance(value, (dict, list)):
-            continue
+    for key in [key for key, value in run.items() if not isinstance(value, (dict, list))]:
         columns = [[run[key] for run in runs.values() if run.get(key) is not None] for runs in arms.values()]
         if pairs and all(columns):
             columns.append([x[key] - y[key] for x, y in pairs])
