@@ -65,9 +65,10 @@ def score_forks(model, trajectories: list[Trajectory], chat, token_budget: int =
     nothing, requests = chat.response(chat.own(harness.NO_RESULT)), []
     for t, fork in forks:
         (index, start), (_, stop) = fork.before, fork.after
-        # The end is where the policy began its last turn, and so before it states the answer.
+        # The end is where the policy began its last turn, and so before its answer, or was told to compact.
         merges = [s.after[1] for s in t.sessions[:-1] if s.after[0] == index and s.kind == "subagent"]
-        ids, end = t.segments[index].token_ids, max(*merges, t.segments[index].turns[-1])
+        main = next(s for s in t.sessions if s.segment == index and s.kind == "normal")
+        ids, end = t.segments[index].token_ids, min(main.stop, max(*merges, t.segments[index].turns[-1]))
         without, answer = ids[:start] + nothing + ids[stop:end], chat.foreign(t.reference)
         requests += [(without, len(without), answer), (ids, end, answer)]
     without_n, with_n = phi.potentials(model, requests, chat.cue, token_budget).view(-1, 2).T
@@ -76,14 +77,13 @@ def score_forks(model, trajectories: list[Trajectory], chat, token_budget: int =
         fork.phi_before, fork.phi_after, fork.gain = values
 
 
-def describe(trajectory: Trajectory, chat) -> dict:
+def describe(t: Trajectory, chat) -> dict:
     """A trajectory as plain data: a line of trajectories.jsonl and of an evaluation."""
-    task = trajectory.task
-    row = {"id": task.id, "question": task.question, "reference": task.answer}
-    row |= {key: getattr(trajectory, key) for key in ("answer", "reward", "stop", "malformed")}
-    row |= {"tokens": sum(len(segment.token_ids) for segment in trajectory.segments), "sessions": []}
-    for session in trajectory.sessions:
-        ids = trajectory.segments[session.segment].token_ids[session.start : session.stop]
+    row = {"id": t.task.id, "question": t.task.question, "reference": t.task.answer, "asked": t.reference}
+    row |= {key: getattr(t, key) for key in ("answer", "reward", "stop", "malformed")}
+    row |= {"tokens": sum(len(segment.token_ids) for segment in t.segments), "sessions": []}
+    for session in t.sessions:
+        ids = t.segments[session.segment].token_ids[session.start : session.stop]
         row["sessions"].append({**dataclasses.asdict(session), "text": chat.decode(ids)})
     return row
 
@@ -105,20 +105,19 @@ def summarise(rows: list[dict]) -> dict:
         return fmean(values) if (values := list(values)) else None
 
     wins, losses = ([r for r in rows if (r["reward"] > mosaic.SUCCESS) == won] for won in (True, False))
-    paid = [session for row in rows for session in row["sessions"][:-1]]
+    paid = [session for row in rows if row.get("asked", True) for session in row["sessions"][:-1]]
     facts = [pair for row in rows for pair in kept_facts(row)]
     reward = average(row["reward"] for row in rows)
     figures = {"n": len(rows), "accuracy": len(wins) / len(rows), "reward": reward}
-    for name, some in (("", rows), ("_success", wins), ("_failure", losses)):
-        figures[f"sessions{name}"] = average(len(row["sessions"]) for row in some)
+    for name, some in (("success", wins), ("failure", losses)):
+        figures[f"sessions_{name}"] = average(len(row["sessions"]) for row in some)
     figures["facts_kept"] = average(useful for useful, _ in facts)  # per summary
     figures["facts_precision"] = average(useful / stated for useful, stated in facts if stated)
-    for name in ("", *mosaic.KINDS):
-        some, key = [s for s in paid if s["kind"] == (name or s["kind"])], name and f"_{name}"
+    for kind in ("", *mosaic.KINDS):  # "": of any kind
+        some, key = [s for s in paid if kind in ("", s["kind"])], kind and f"_{kind}"
+        figures[f"sessions{key}"] = average(sum(kind in ("", s["kind"]) for s in r["sessions"]) for r in rows)
         figures[f"positive_ig{key}"] = average(session["gain"] > 0 for session in some)
         figures[f"ig_per_session{key}"] = average(session["gain"] for session in some)
-    for kind in mosaic.KINDS:
-        figures[f"sessions_{kind}"] = average(sum(s["kind"] == kind for s in r["sessions"]) for r in rows)
     figures["tokens"] = average(row["tokens"] for row in rows)
     figures["tokens_per_session"] = figures["tokens"] / figures["sessions"]
     figures["malformed"] = sum(row["malformed"] for row in rows)
@@ -130,7 +129,7 @@ def show(path: str, n: int) -> None:
     """Print the last n trajectories of a file, session by session with their credit."""
     credit = "Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats, {normalised:+.2f} in its kind"
     for where, row in harness.read_jsonl(path)[-n:]:
-        if "sessions" not in row:
+        if not {"question", "sessions"} <= row.keys():
             raise harness.UserError(f"--show {where}: expected a trajectory, as in trajectories.jsonl")
         print("=" * 100, where, sep="\n")
         for key in ("question", "reference", "answer", "reward", "stop"):
@@ -147,7 +146,7 @@ T95 = "nan 12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.
 def t_interval(values) -> tuple[torch.Tensor, torch.Tensor]:
     """values [S, ...], one per seed -> mean and half width of its 95 % t-interval [...]; NaN for one seed."""
     values = torch.tensor(values, dtype=torch.float64)
-    quantile = float(T95[len(values) - 1])  # Student's t at 0.975 with S - 1 degrees of freedom
+    quantile = float(T95[min(len(values), len(T95)) - 1])  # Student's t at 0.975, S - 1 degrees of freedom
     spread = values.std(0, correction=min(1, len(values) - 1))
     return values.mean(0), quantile * spread / math.sqrt(len(values))
 
@@ -157,10 +156,13 @@ def load_run(path: Path) -> dict:
 
     def read(name: str) -> list[dict]:
         rows = [row for _, row in harness.read_jsonl(path / name if path.is_dir() else path)]
-        return [row for row in rows if row["reward"] is not None]
+        return [row for row in rows if row.get("reward") is not None]
 
     rows = read("after-sampled.jsonl")
-    run = summarise(rows) | {"wins": {row["id"]: float(row["reward"] > mosaic.SUCCESS) for row in rows}}
+    if not rows or "question" not in rows[0]:
+        raise harness.UserError(f"--compare {path}: expected a run's folder, or a file that eval.py wrote")
+    wins = {(row["id"], row["question"]): float(row["reward"] > mosaic.SUCCESS) for row in rows}
+    run = summarise(rows) | {"wins": wins, "steps": []}
     if path.is_dir():
         run["accuracy_greedy"] = summarise(read("after-greedy.jsonl"))["accuracy"]
         run["steps"] = read("metrics.jsonl")
@@ -175,22 +177,22 @@ def compare(paths: list[str], picture: str) -> None:
     differences paired by seed, an exact McNemar test, and a bootstrap over seeds and questions."""
     arms, pairs = {}, []
     for path in map(Path, tqdm(paths, desc="reading")):
-        arm, seed = re.fullmatch(r"(.*?)-?(\d*)", path.name).groups() if len(paths) > 2 else (path.name, "")
+        arm, seed = re.fullmatch(r"(.*?)(-\d+)?", str(path)).groups() if len(paths) > 2 else (str(path), "")
         run = arms.setdefault(arm, {})[seed] = load_run(path)
     titles = [f"{arm} ({len(runs)} seeds)" for arm, runs in arms.items()]
     if len(arms) == 2:
         a, b = arms.values()
         pairs = [(a[seed], b[seed]) for seed in a if seed in b]
-        titles.append("first - second")
-    print("| | " + " | ".join(titles))
+        titles.append(f"first - second ({len(pairs)} pairs)")
+    print("| | " + " | ".join(titles) + " |\n|" + "---|" * (len(titles) + 1))
     for key in [key for key, value in run.items() if not isinstance(value, (dict, list))]:
         columns = [[run[key] for run in runs.values() if run.get(key) is not None] for runs in arms.values()]
-        if pairs and all(columns):
-            columns.append([x[key] - y[key] for x, y in pairs])
+        both = [(x[key], y[key]) for x, y in pairs if x.get(key) is not None and y.get(key) is not None]
+        columns += [[x - y for x, y in both]] * (len(arms) == 2)
         cells = ["{:.3f} ± {:.3f}".format(*t_interval(column)) if column else "" for column in columns]
         print(f"| {key} | {' | '.join(cells)} |")
-    if pairs:
-        ids = sorted(set.intersection(*(set(run["wins"]) for pair in pairs for run in pair)))
+    ids = sorted(set.intersection(*(set(run["wins"]) for pair in pairs for run in pair))) if pairs else []
+    if ids:
         gap_SQ = torch.tensor([[x["wins"][id] - y["wins"][id] for id in ids] for x, y in pairs])
         n, smaller = gap_SQ.abs().sum().int().item(), min((gap_SQ > 0).sum(), (gap_SQ < 0).sum()).item()
         p_value = min(1.0, 2 * sum(math.comb(n, k) for k in range(smaller + 1)) / 2**n)
@@ -198,8 +200,9 @@ def compare(paths: list[str], picture: str) -> None:
         picks = [[torch.randint(size, (size,)) for size in gap_SQ.shape] for _ in range(10_000)]
         means = torch.stack([gap_SQ[seeds][:, questions].mean() for seeds, questions in picks])
         low, high = means.quantile(torch.tensor([0.025, 0.975])).tolist()
-        print(f"McNemar's exact test: {n} right in one only, {smaller} the rarer way; p = {p_value:.2g}")
-        print(f"accuracy, first - second: {gap_SQ.mean():+.3f} [{low:+.3f}, {high:+.3f}], bootstrap")
+        print(f"accuracy, first - second: {gap_SQ.mean():+.3f}, bootstrap [{low:+.3f}, {high:+.3f}]")
+        print(f"{n} of {gap_SQ.numel()} answers are right in one only, {smaller} of these the rarer way;")
+        print(f"McNemar's exact p = {p_value:.2g}, for these checkpoints and not for their seeds")
     if picture:
         plot(arms, picture)
 
@@ -210,13 +213,15 @@ def plot(arms: dict, picture: str) -> None:
         from matplotlib import pyplot
     except ImportError:
         raise harness.UserError("--plot: expected matplotlib: pip install matplotlib") from None
+    if min(len(run["steps"]) for runs in arms.values() for run in runs.values()) < 5:
+        raise harness.UserError("--plot: expected folders of runs of five steps or more")
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="tight")
     for axis, key in zip(axes, ("reward", "sessions")):
         for arm, runs in arms.items():
-            curves = torch.tensor([[row[key] for row in run["steps"]] for run in runs.values()])
-            mean, half = t_interval(curves.unfold(1, 5, 1).mean(-1).tolist())
-            axis.plot(mean, label=arm)
-            axis.fill_between(range(len(mean)), mean - half, mean + half, alpha=0.2)
+            columns = zip(*([row[key] for row in run["steps"]] for run in runs.values()))  # steps all have
+            mean, half = t_interval(torch.tensor(list(columns)).T.unfold(1, 5, 1).mean(-1).tolist())
+            axis.plot(range(4, 4 + len(mean)), mean, label=arm)
+            axis.fill_between(range(4, 4 + len(mean)), mean - half, mean + half, alpha=0.2)
         axis.set(xlabel="step", ylabel=f"{key} per trajectory")
     axes[0].legend(fontsize="small")
     figure.savefig(picture, dpi=150)
@@ -235,7 +240,7 @@ class Config(Limits):
     seed: int = HfArg(default=0, help="seed of the sampling")
     temperature: float = HfArg(default=1.0, help="sampling temperature")
     greedy: bool = HfArg(default=False, help="take the likeliest token always")
-    out: str = HfArg(default="", help="file for a line a question; empty: beside the model")
+    out: str = HfArg(default="", help="file for a line a question; empty: in the model's folder")
     show: str = HfArg(default="", help="print the last trajectories of this file and do nothing else")
     last: int = HfArg(default=1, help="how many of them")
     compare: list[str] = HfArg(default_factory=list, help="compare these runs and do nothing else")
@@ -248,7 +253,6 @@ def evaluate(argv: list[str]) -> dict:
     saved = Path(config.model) / "mosaic.json"
     if config.model and saved.exists():
         of_the_run = json.loads(saved.read_text())
-        of_the_run["mode"] = of_the_run["eval_mode"]
         keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
         config = harness.parse_flags(Config, [f"--{key}={of_the_run[key]}" for key in keys] + argv, __doc__)
     if not config.model or bool(config.tasks) != bool(config.corpus):
@@ -265,9 +269,9 @@ def evaluate(argv: list[str]) -> dict:
     model, tokenizer = harness.load_policy(config.model)
     chat = harness.Chat(tokenizer)
     engine = harness.HFEngine(model, chat.close[0], temperature, config.seed)
+    frozen = harness.load_policy(config.frozen)[0] if config.frozen else model
     trajectories = roll_out(tasks, engine, chat, config, tools, decoding)
-    judge = harness.load_policy(config.frozen)[0] if config.frozen else model
-    score_sessions(judge, [t for t in trajectories if t.reward is not None], chat)
+    score_sessions(frozen, [t for t in trajectories if t.reward is not None], chat)
     rows = [describe(trajectory, chat) for trajectory in trajectories]
     out.unlink(missing_ok=True)
     harness.append_jsonl(out, rows)
@@ -297,6 +301,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)
     main()

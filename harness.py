@@ -99,10 +99,6 @@ class UserError(ValueError):
     """What was asked for cannot be done: its sentence says why, and the programs end with it."""
 
 
-class InfraError(Exception):
-    """Search or judge stayed down through all retries."""
-
-
 @dataclass
 class Limits:
     """Mode and budgets of a trajectory. The fields are flags of train.py and eval.py."""
@@ -297,11 +293,13 @@ class Chat:
 # ---- Engines -----------------------------------------------------------------------------------------------
 def load_policy(source: str):
     """(model in float32, tokenizer) of a folder or hub id. UserError: they cannot be loaded."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # on a busy machine, two are several times slower than one
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), tokenizer
     except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
+        first = str(error).split("\n")[0]
         raise UserError(f"--model {source}: expected a model with its tokenizer ({first})") from None
 
 
@@ -318,9 +316,11 @@ class HFEngine:
 
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
         """-> (sampled ids, with the stop token at their end; log-probs; "stop" or, without it, "length")."""
+        if self.runner is None or self.runner.done():  # drawn, or cancelled with its event loop
+            self.waiting, self.runner = [], asyncio.create_task(self.run_waiting())
         self.waiting.append((token_ids, max_new_tokens, stop))
-        place, self.runner = len(self.waiting) - 1, self.runner or asyncio.create_task(self.run_waiting())
-        return (await asyncio.shield(self.runner))[place]  # so that an error reaches everyone who waits
+        place = len(self.waiting) - 1
+        return (await asyncio.shield(self.runner))[place]  # one who is cancelled must not stop the others
 
     async def run_waiting(self) -> list[tuple]:
         # Let every other rollout ask too. The event loop is deterministic, and so the batches are.
@@ -329,8 +329,7 @@ class HFEngine:
             await asyncio.sleep(0)
             calm = calm + 1 if len(self.waiting) == seen else 0
             seen = len(self.waiting)
-        requests, self.waiting, self.runner = self.waiting, [], None
-        return self.sample(requests)
+        return self.sample(self.waiting)
 
     @torch.no_grad()
     def sample(self, requests: list[tuple[list[int], int, list[int]]]) -> list[tuple]:
@@ -526,7 +525,8 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     """One attempt at a Task; mode goes before that of `limits`. UserError: it cannot be made.
     tokenizer: one with a chat template, or its `Chat`. engine: `async generate(token_ids, max_new_tokens,
     stop) -> (ids, logprobs, finish_reason)`. tools: `async search(query)` and `async visit(id)`; None: a
-    `Corpus` of the task's documents. judge: `async (task, answer) -> reward`."""
+    `Corpus` of the task's documents. judge: `async (task, answer) -> reward`. Both raise ConnectionError
+    where they stay down through all retries: then there is no reward."""
     limits = replace(limits or Limits(), **({"mode": mode} if mode else {}))
     if limits.mode not in get_args(Mode):
         raise UserError(f"mode {limits.mode!r}: expected one of {', '.join(get_args(Mode))}")
@@ -538,7 +538,7 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     try:
         await agent.run()
         trajectory.reward = await judge(task, trajectory.answer) if trajectory.stop == "answer" else 0.0
-    except InfraError:
+    except ConnectionError:
         trajectory.stop = "infra"
     for j, session in enumerate(trajectory.sessions):
         owner = trajectory.segments[session.segment].session

@@ -124,7 +124,6 @@ def normalise_by_kind(gains, kinds, pooled=False):
     gains = [_vector(gain_N, "gains of a trajectory") for gain_N in gains]
     names = [(i, j, name) for i, kinds_N in enumerate(kinds) for j, name in enumerate(kinds_N)]
     _check([*map(len, gains)] == [*map(len, kinds)], "gains and kinds must have one entry per session")
-    _check({name for *_, name in names} <= set(KINDS), f"kinds must be among {KINDS}")
     normalised = [torch.zeros_like(gain_N).float() for gain_N in gains]
     # critical: without final sessions, else their zeros, set and not measured, pull their kind's mean.
     names = [(i, j, "any" if pooled else name) for i, j, name in names if j < len(kinds[i]) - 1]
@@ -203,7 +202,7 @@ def igpo_advantage(rewards, turn_probs, gamma=1.0):
 # ---- Ours, beyond the paper; both are off unless asked for -------------------------------------------------
 def counterfactual_gain(phi_with, phi_without):
     """In place of M7, for forks: r_j = Phi(v_end) - Phi(v_end without j), what fork j was worth in the end.
-    v_end is the main context before the last turn; without j, "No result." stands for what j returned.
+    v_end is the main context before its last turn; without j, "No result." stands for what j returned.
     Both [n], a value per fork -> [n].
     >>> counterfactual_gain(torch.tensor([-0.5, -0.5]), torch.tensor([-2.0, -0.5]))
     tensor([1.5000, 0.0000])

@@ -88,18 +88,16 @@ def answer_logprob(model, contexts, answers, token_budget=16384):
     return torch.tensor([phi[pair] for pair in pairs])
 
 
-def contexts_at(segment_ids, positions, cue):
-    if not all(0 <= p <= len(segment_ids) and p + len(cue) > 0 for p in positions):
-        raise ValueError(f"a position of {positions} is outside the segment, or before it and without a cue")
+def contexts_at(segment_ids, positions, cue, answer):
+    if not answer or not all(0 <= p <= len(segment_ids) and p + len(cue) > 0 for p in positions):
+        raise ValueError(f"Phi needs an answer, and positions that lie in the segment, not {positions}")
     return [[*segment_ids[:p], *cue] for p in positions]
 
 
 @torch.no_grad()
 def segment_potentials(model, segment_ids, positions, cue, answer):
     """Phi of segment_ids[:p] + cue for every p of `positions`, in one walk: [len(positions)] float32, CPU."""
-    contexts = contexts_at(segment_ids, positions, cue)
-    if not answer:
-        raise ValueError("Phi needs an answer that is not empty")
+    contexts = contexts_at(segment_ids, positions, cue, answer)
     cache, walked, last, phi = DynamicCache(config=model.config), 0, max(positions, default=0), {}
     # Keys and values can be cropped, so a plain model reads the segment at once; recurrent states cannot.
     plain = all(type(layer) is DynamicLayer for layer in cache.layers)
@@ -141,7 +139,7 @@ def potentials(model, requests, cue, token_budget=16384):
         if walk < sum(stop + probe for stop in stops):
             phi[members] = segment_potentials(model, segment_ids, positions, cue, answer)
         else:
-            contexts += contexts_at(segment_ids, positions, cue)
+            contexts += contexts_at(segment_ids, positions, cue, answer)
             rows += members
     phi[rows] = answer_logprob(model, contexts, [requests[k][2] for k in rows], token_budget)
     return phi

@@ -7,7 +7,6 @@ Left out on purpose: a critic, a reward model, a KL penalty, entropy bonuses, ro
 """
 
 import dataclasses
-import inspect
 import json
 import os
 import random
@@ -16,7 +15,6 @@ import sys
 import time
 import zlib
 from collections import Counter
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -33,7 +31,7 @@ from harness import Limits, Trajectory
 
 
 # ---- Config ------------------------------------------------------------------------------------------------
-@dataclass
+@dataclasses.dataclass
 class Config(Limits):
     """One run. The fields are the flags; those of `Limits` (harness.py) come first."""
 
@@ -114,7 +112,7 @@ def warm_start(config: Config) -> str:
     """The folder of the tiny model after behaviour cloning of the scripted agent, made unless it is there."""
     keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature", "warm_start_steps"]
     config = dataclasses.replace(config, mode=config.eval_mode)
-    recipe = repr([inspect.getsource(harness)] + [getattr(config, key) for key in keys])
+    recipe = repr([Path(harness.__file__).read_text()] + [getattr(config, key) for key in keys])
     folder = Path(f"runs/warm-start-{config.mode}-{zlib.crc32(recipe.encode()):08x}")
     if folder.exists():
         return str(folder)
@@ -256,7 +254,7 @@ def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config
     shutil.rmtree(aside, ignore_errors=True)
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
-    (aside / "mosaic.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+    (aside / "mosaic.json").write_text(json.dumps(vars(config) | {"mode": config.eval_mode}, indent=1))
     logs = [folder.parent / name for name in ("metrics.jsonl", "trajectories.jsonl")]
     sizes = {log.name: log.stat().st_size if step else 0 for log in logs}
     torch.save({"step": step, "optimizer": optimizer.state_dict(), "sizes": sizes}, aside / "trainer.pt")
@@ -277,8 +275,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(config: Config) -> None:
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)
     out = Path(config.out)
     # The old one is what a kill between the two renames of save_checkpoint leaves.
     folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
@@ -308,7 +304,7 @@ def train(config: Config) -> None:
             if (out / log).exists():
                 os.truncate(out / log, size)
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
-    if not config.resume:
+    if not state["step"]:
         save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, 0, config)
         evaluate_held_out("before", start, config)
     bar = tqdm(range(state["step"], config.steps), config.out, initial=state["step"], total=config.steps)
