@@ -239,12 +239,14 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
             if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
                 sums.update(gap=change_T.abs().sum().item(), gap_tokens=len(old_T))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        sums["skipped"] += not norm.isfinite()
+        if norm.isfinite():  # a broken minibatch must not spoil the weights of a run of days
+            optimizer.step()
         optimizer.zero_grad()
         sums["grad_norm"] += norm.item() / config.minibatches
     means = {key: sums[key] / sums["tokens"] for key in ("entropy", "clip_fraction")}
     means["engine_gap"] = sums["gap"] / sums["gap_tokens"]
-    return {"loss": sums["loss"], "grad_norm": sums["grad_norm"], **means}
+    return {key: sums[key] for key in ("loss", "grad_norm", "skipped")} | means
 
 
 # ---- The folder of a run -----------------------------------------------------------------------------------
