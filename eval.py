@@ -104,7 +104,8 @@ def summarise(rows: list[dict]) -> dict:
     def average(values) -> float | None:
         return fmean(values) if (values := list(values)) else None
 
-    wins, losses = ([r for r in rows if (r["reward"] > mosaic.SUCCESS) == won] for won in (True, False))
+    wins = [row for row in rows if row["reward"] > mosaic.SUCCESS]
+    losses = [row for row in rows if row["reward"] <= mosaic.SUCCESS]
     paid = [session for row in rows if row.get("asked", True) for session in row["sessions"][:-1]]
     facts = [pair for row in rows for pair in kept_facts(row)]
     reward = average(row["reward"] for row in rows)
