@@ -22,7 +22,7 @@ from transformers.hf_argparser import HfArg
 import harness
 import mosaic
 import phi
-from harness import Limits, Trajectory
+from harness import Limits, Setup, Trajectory
 
 
 # ---- Rollouts and what their sessions are worth ------------------------------------------------------------
@@ -42,13 +42,13 @@ def roll_out(tasks: list, engine, chat, limits: Limits, tools=None, progress: st
 
 def potentials_at(model, places: list, chat, token_budget: int) -> list[float]:
     """Phi (M6), in nats per answer token, at places (trajectory, segment, position)."""
-    requests = [(t.segments[segment].token_ids, p, chat.foreign(t.reference)) for t, segment, p in places]
+    requests = [(t.segments[segment].token_ids, p, chat.foreign(t.task.answer)) for t, segment, p in places]
     return phi.potentials(model, requests, chat.cue, token_budget).tolist()
 
 
 def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: int = 16384) -> None:
     """Write Phi before and after it, and its information gain (M7), into every session but the final ones."""
-    paid = [(t, session) for t in trajectories for session in t.sessions[:-1] if t.reference]
+    paid = [(t, session) for t in trajectories for session in t.sessions[:-1]]
     places = [(t, *place) for t, session in paid for place in (session.before, session.after)]
     values = iter(potentials_at(model, places, chat, token_budget))
     for _, session in paid:
@@ -59,27 +59,9 @@ def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: in
             session.gain = gain
 
 
-def score_forks(model, trajectories: list[Trajectory], chat, token_budget: int = 16384) -> None:
-    """Ours, for forks in place of M7: Phi at the end without and with what the fork returned."""
-    forks = [(t, s) for t in trajectories for s in t.sessions if s.kind == "subagent" and t.reference]
-    nothing, requests = chat.response(chat.own(harness.NO_RESULT)), []
-    for t, fork in forks:
-        (index, start), (_, stop) = fork.before, fork.after
-        # The end is where the policy began its last turn, and so before its answer, or was told to compact.
-        merges = [s.after[1] for s in t.sessions[:-1] if s.after[0] == index and s.kind == "subagent"]
-        main = next(s for s in t.sessions if s.segment == index and s.kind == "normal")
-        ids, end = t.segments[index].token_ids, min(main.stop, max(*merges, t.segments[index].turns[-1]))
-        without, answer = ids[:start] + nothing + ids[stop:end], chat.foreign(t.reference)
-        requests += [(without, len(without), answer), (ids, end, answer)]
-    without_n, with_n = phi.potentials(model, requests, chat.cue, token_budget).view(-1, 2).T
-    gains_n = mosaic.counterfactual_gain(with_n, without_n)
-    for (_, fork), *values in zip(forks, without_n.tolist(), with_n.tolist(), gains_n.tolist()):
-        fork.phi_before, fork.phi_after, fork.gain = values
-
-
 def describe(t: Trajectory, chat) -> dict:
     """A trajectory as plain data: a line of trajectories.jsonl and of an evaluation."""
-    row = {"id": t.task.id, "question": t.task.question, "reference": t.task.answer, "asked": t.reference}
+    row = {"id": t.task.id, "question": t.task.question, "reference": t.task.answer}
     row |= {key: getattr(t, key) for key in ("answer", "reward", "stop", "malformed")}
     row |= {"tokens": sum(len(segment.token_ids) for segment in t.segments), "sessions": []}
     for session in t.sessions:
@@ -106,7 +88,7 @@ def summarise(rows: list[dict]) -> dict:
 
     wins = [row for row in rows if row["reward"] > mosaic.SUCCESS]
     losses = [row for row in rows if row["reward"] <= mosaic.SUCCESS]
-    paid = [session for row in rows if row.get("asked", True) for session in row["sessions"][:-1]]
+    paid = [session for row in rows for session in row["sessions"][:-1]]
     facts = [pair for row in rows for pair in kept_facts(row)]
     reward = average(row["reward"] for row in rows)
     figures = {"n": len(rows), "accuracy": len(wins) / len(rows), "reward": reward}
@@ -230,16 +212,11 @@ def plot(arms: dict, picture: str) -> None:
 
 # ---- The program -------------------------------------------------------------------------------------------
 @dataclasses.dataclass
-class Config(Limits):
+class Config(Setup):
     """Flags of an evaluation. Those of `Limits` and --temperature come from the checkpoint."""
 
-    model: str = HfArg(default="", help="folder or hub id of the policy")
     frozen: str = HfArg(default="", help="the policy that scores the gains; empty: --model")
-    tasks: str = HfArg(default="", help="JSONL file of tasks; empty: held-out tasks of the offline world")
-    corpus: str = HfArg(default="", help="JSONL file or folder of documents to search for --tasks")
     n: int = HfArg(default=512, help="held-out tasks of the offline world")
-    seed: int = HfArg(default=0, help="seed of the sampling")
-    temperature: float = HfArg(default=1.0, help="sampling temperature")
     greedy: bool = HfArg(default=False, help="take the likeliest token always")
     out: str = HfArg(default="", help="file for a line a question; empty: in the model's folder")
     show: str = HfArg(default="", help="print the last trajectories of this file and do nothing else")
@@ -269,7 +246,9 @@ def evaluate(argv: list[str]) -> dict:
     out.parent.mkdir(parents=True, exist_ok=True)
     model, tokenizer = harness.load_policy(config.model)
     chat = harness.Chat(tokenizer)
-    engine = harness.HFEngine(model, chat.close[0], temperature, config.seed)
+    engine = harness.ENGINES[config.engine](model, config, temperature)
+    engine.load_weights(model.named_parameters())
+    engine.reseed(config.seed)
     frozen = harness.load_policy(config.frozen)[0] if config.frozen else model
     trajectories = roll_out(tasks, engine, chat, config, tools, decoding)
     score_sessions(frozen, [t for t in trajectories if t.reward is not None], chat)

@@ -11,8 +11,10 @@ Run it: python train.py --mode compaction. That trains in the offline world at t
 import asyncio
 import json
 import math
+import os
 import random
 import re
+import tempfile
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
@@ -50,6 +52,7 @@ class Segment:
     session: list[int] = field(default_factory=list)  # index of the session that the token belongs to
     advantage: list[float] = field(default_factory=list)  # filled in by train.py
     turns: list[int] = field(default_factory=list)  # positions at which the policy's turns begin
+    fresh: list[float] = field(default_factory=list)  # the trainer's own log-probs of the sampled tokens
 
     def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
         """Add ids that the policy drew, with their log-probs, or without them ids that it did not."""
@@ -83,7 +86,6 @@ class Trajectory:
     task: Task
     sessions: list[Session] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    reference: str = ""  # y* of M6; "" where there is none
     answer: str = ""
     reward: float | None = None  # None: search or judge was down; never trained as 0
     stop: str = ""  # answer, turns, context, truncated, malformed or infra
@@ -117,6 +119,19 @@ class Limits:
     max_parallel_calls: int = HfArg(default=2, help="tool calls of a turn")
     max_malformed: int = HfArg(default=4, help="malformed turns at which a trajectory ends")
     top_k: int = HfArg(default=3, help="documents that a search returns")
+
+
+@dataclass
+class Setup(Limits):
+    """What answers which questions, with what. The fields are flags of train.py and eval.py."""
+
+    model: str = HfArg(default="", help="folder or hub id of the policy; train.py: empty for the tiny one")
+    engine: Literal["hf", "vllm"] = HfArg(default="hf", help="what generates")
+    engine_memory: float = HfArg(default=0.5, help="part of a GPU's memory that vllm takes")
+    tasks: str = HfArg(default="", help="JSONL file of tasks; empty: the offline world")
+    corpus: str = HfArg(default="", help="JSONL file or folder of documents to search for --tasks")
+    seed: int = HfArg(default=0, help="seed of tasks, sampling and minibatches")
+    temperature: float = HfArg(default=1.0, help="sampling temperature, at which log-probs are taken too")
 
 
 def parse_flags(config, argv: list[str], text: str):
@@ -297,7 +312,8 @@ def load_policy(source: str):
         torch.set_num_threads(1)  # on a busy machine, two are several times slower than one
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), tokenizer
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
     except (OSError, ValueError) as error:
         first = str(error).split("\n")[0]
         raise UserError(f"--model {source}: expected a model with its tokenizer ({first})") from None
@@ -306,13 +322,20 @@ def load_policy(source: str):
 class HFEngine:
     """All waiting requests in one left-padded KV-cache loop: for CPUs, and to check other engines against."""
 
-    def __init__(self, model, pad_id: int = 0, temperature: float = 1.0, seed: int = 0):
-        self.model, self.pad_id, self.temperature = model, pad_id, temperature  # temperature 0: greedy
-        self.generator = torch.Generator(model.device).manual_seed(seed)
+    def __init__(self, model, config: Setup, temperature: float):
+        self.model, self.temperature = model, temperature  # temperature 0: greedy
+        self.generator = torch.Generator(model.device)
         self.waiting, self.runner = [], None
 
+    def reseed(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
+
+    @torch.no_grad()
     def load_weights(self, named_tensors) -> None:
-        """Engine and trainer share one model: it holds the new weights already."""
+        """Copy the trainer's weights, unless engine and trainer share one model."""
+        own = dict(self.model.named_parameters())
+        for name, tensor in named_tensors:
+            own[name].copy_(tensor)
 
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
         """-> (sampled ids, with the stop token at their end; log-probs; "stop" or, without it, "length")."""
@@ -334,7 +357,7 @@ class HFEngine:
     @torch.no_grad()
     def sample(self, requests: list[tuple[list[int], int, list[int]]]) -> list[tuple]:
         rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in requests]
-        tokens = pad_sequence(rows, batch_first=True, padding_side="left", padding_value=self.pad_id)
+        tokens = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = pad_sequence([row * 0 + 1 for row in rows], batch_first=True, padding_side="left")
         positions = (mask.cumsum(-1) - 1).clamp(min=0)  # from the first real token, as without the padding
         cache = DynamicCache(config=self.model.config)
@@ -359,11 +382,92 @@ class HFEngine:
         return results
 
 
+class VLLMEngine:
+    """vLLM in this process. It is made of the model's config alone; its weights come by `load_weights`."""
+
+    def __init__(self, model, config: Setup, temperature: float):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vllm is imported
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        vllm._custom_ops._supports_onednn = False  # on a CPU it packs weights, which then cannot be replaced
+        gpu = torch.cuda.is_available()
+        options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": config.max_context}
+        options |= {"logprobs_mode": "processed_logprobs"}  # of what was drawn from, after the temperature
+        options |= {"dtype": "bfloat16" if gpu else "float32", "enforce_eager": not gpu}
+        options |= {"gpu_memory_utilization": config.engine_memory, "enable_sleep_mode": gpu}
+        options |= {"kv_cache_memory_bytes": None if gpu else 1 << 29, "async_scheduling": False}
+        options["enable_chunked_prefill"] = gpu  # a CPU cannot draw with a seed after a prompt in chunks
+        if "RANK" in os.environ:  # under torchrun each rank has a whole engine, and prompts, of its own
+            options["distributed_executor_backend"] = "external_launcher"
+        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():  # vllm reseeds
+            model.config.save_pretrained(folder)
+            self.core = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(folder, **options))
+        # No top-p, no top-k; with ignore_eos, nothing but its `stop` ends a turn early.
+        fixed = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "ignore_eos": True}
+        self.params = partial(vllm.SamplingParams, **fixed, output_kind=RequestOutputKind.FINAL_ONLY)
+        self.temperature, self.seeds = temperature, random.Random(0)
+        self.count, self.waiting = 0, {}  # requests so far; id -> None, what was drawn, or an error
+
+    def reseed(self, seed: int) -> None:
+        self.seeds.seed(seed)
+
+    def sleep(self) -> None:
+        if torch.cuda.is_available():  # leave the GPU to the update, until the next `load_weights`
+            self.core.sleep(level=2)
+
+    @torch.no_grad()
+    def load_weights(self, named_tensors) -> None:
+        """Copy the trainer's weights, tensor by tensor as they come."""
+        asleep = self.core.is_sleeping()
+        if asleep:
+            self.core.wake_up(["weights"])
+        self.core.model_executor.driver_worker.model_runner.get_model().load_weights(named_tensors)
+        # critical: prompts that begin alike would go on reusing the keys and values of the old weights.
+        if not self.core.reset_prefix_cache():
+            raise RuntimeError("vllm: expected no request during the update, found the prefix cache in use")
+        if asleep:
+            torch.cuda.empty_cache()  # the cache needs what the update has freed
+            self.core.wake_up(["kv_cache"])
+
+    async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
+        """-> (sampled ids, with the stop token at their end; log-probs; "stop" or, without it, "length")."""
+        options = {"temperature": self.temperature, "seed": self.seeds.getrandbits(63)}
+        params = self.params(max_tokens=max_new_tokens, stop_token_ids=stop, **options)
+        self.count += 1
+        name = str(self.count)
+        self.core.add_request(name, {"type": "token", "prompt_token_ids": token_ids}, params)
+        self.waiting[name] = None
+        try:
+            while not self.waiting[name]:
+                if name == next(iter(self.waiting)):  # the first one steps the engine, for all of them
+                    try:
+                        for output in self.core.step():
+                            self.waiting[output.request_id] = output.outputs[0]
+                    except Exception as error:  # whatever it is, everyone who waits has to hear of it
+                        self.core.abort_request([*self.waiting])
+                        self.waiting = dict.fromkeys(self.waiting, error)
+                await asyncio.sleep(0)  # rollouts go on, and their next requests join the next step
+        finally:
+            drawn = self.waiting.pop(name)
+            if not drawn:  # this rollout was cancelled
+                self.core.abort_request([name])
+        if isinstance(drawn, Exception):
+            raise drawn
+        return list(drawn.token_ids), list(drawn.logprobs.logprobs), drawn.finish_reason
+
+
+ENGINES = {"hf": HFEngine, "vllm": VLLMEngine}
+
+
 # ---- The agent ---------------------------------------------------------------------------------------------
 def parse_call(text: str) -> tuple[str, str]:
-    """(tool, argument) of the JSON inside one <tool_call>; ("", "") if it is malformed."""
+    """(tool, argument) of the inside of one <tool_call>, in either spelling; ("", "") if it is malformed."""
     try:
-        call = json.loads(text)
+        shape = r"<function=(\w+)>\s*<parameter=(\w+)>(.*)</parameter>\s*</function>"  # Qwen3.5's
+        xml = re.fullmatch(shape, text.strip(), re.S)
+        call = {"name": xml[1], "arguments": {xml[2]: xml[3]}} if xml else json.loads(text)
         value = call["arguments"][TOOLS[call["name"]]].strip()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         value = ""
@@ -384,7 +488,7 @@ class Agent:
 
     def __init__(self, task: Task, engine, chat: Chat, limits: Limits, tools):
         """UserError unless the prompt, one turn and a summary fit the limits."""
-        self.trajectory = Trajectory(task, reference=task.answer)
+        self.trajectory = Trajectory(task)
         self.engine, self.chat, self.limits, self.tools = engine, chat, limits, tools
         self.n_sessions = self.n_calls = 0
         self.texts = PROMPTS[limits.prompts]

@@ -179,6 +179,17 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     return -(weights * torch.minimum(ratio * advantages, clipped * advantages)).sum()
 
 
+# ---- From another paper: truncated importance sampling -----------------------------------------------------
+def truncated_importance(trainer_logprobs, engine_logprobs, cap=2.0):
+    """min(exp(trainer - engine), cap), a factor for M12's weights where engine and trainer disagree a little.
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", not Mosaic's.
+    Log-probs of the sampled tokens, both [T] -> [T], without gradient.
+    >>> truncated_importance(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.4, 0.1]).log())
+    tensor([1.2500, 2.0000])
+    """
+    return torch.exp(trainer_logprobs - engine_logprobs).clamp(max=cap).detach()
+
+
 # ---- IGPO (arXiv 2510.14967), the turn-level baseline ------------------------------------------------------
 def igpo_advantage(rewards, turn_probs, gamma=1.0):
     """Turns t < n earn p_t - p_t-1, z-scored over all of those in the group, p = exp(Phi) the probability of
@@ -197,23 +208,3 @@ def igpo_advantage(rewards, turn_probs, gamma=1.0):
         for t in reversed(range(len(score))):
             advantages[-1][t] += gamma * advantages[-1][t + 1]
     return [advantage.float() for advantage in advantages]
-
-
-# ---- Ours, beyond the paper; both are off unless asked for -------------------------------------------------
-def counterfactual_gain(phi_with, phi_without):
-    """In place of M7, for forks: r_j = Phi(v_end) - Phi(v_end without j), what fork j was worth in the end.
-    v_end is the main context before its last turn; without j, "No result." stands for what j returned.
-    Both [n], a value per fork -> [n].
-    >>> counterfactual_gain(torch.tensor([-0.5, -0.5]), torch.tensor([-2.0, -0.5]))
-    tensor([1.5000, 0.0000])
-    """
-    return phi_with - phi_without
-
-
-def group_reference(rewards, answers):
-    """y* of M6 where a task has a verifier but no reference answer: the answer of the first success in the
-    group, for all of it; "" (no shaping) without a success. rewards [G], answers G texts.
-    >>> group_reference([0, 1, 1], ["Ada", "Bela", "Bela."])
-    'Bela'
-    """
-    return next((answer for reward, answer in zip(rewards, answers) if reward > SUCCESS), "")

@@ -255,23 +255,8 @@ def test_every_token_has_an_advantage_and_every_trajectory_one_vote(mode):
     evaluation.score_sessions(model, group, CHAT)
     for credit in train.ESTIMATORS.values():
         credit(group, config, model, CHAT)
-        for columns in train.token_rows(group):
+        for columns in train.token_rows(group, config):
             assert sum(weights_T.sum().item() for *_, weights_T in columns) == pytest.approx(1 / 4)
-
-
-def test_a_fork_is_worth_what_the_end_loses_without_it():
-    _, model, trajectories = scripted("subagent", harness.offline_tasks(20, 0))
-    evaluation.score_forks(model, trajectories, CHAT)
-    forks = [(t, fork) for t in trajectories if t.stop == "answer" for fork in t.sessions[:-1]]
-    for t, fork in forks:
-        ids = t.segments[fork.before[0]].token_ids
-        a, b = (len(CHAT.decode(ids[:stop])) for _, stop in (fork.before, fork.after))
-        end = CHAT.decode(ids).rsplit("<|im_start|>assistant", 1)[0]
-        nothing = "<|im_start|>user\n<tool_response>\nNo result.\n</tool_response><|im_end|>\n"
-        contexts = [CHAT.own(text) + CHAT.cue for text in (end, end[:a] + nothing + end[b:])]
-        value, without = phi.answer_logprob(model, contexts, [CHAT.own(t.task.answer)] * 2).tolist()
-        assert fork.gain == pytest.approx(value - without, abs=1e-5)
-    assert len({fork.gain for _, fork in forks}) > 10
 
 
 def test_runs_are_compared_by_seed_and_by_question(tmp_path, capsys):

@@ -3,11 +3,12 @@
 
 Left out on purpose: a critic, a reward model, a KL penalty, entropy bonuses, rollouts that overlap training.
     python train.py --mode compaction            # offline world and tiny model: no GPU, no download
-    python train.py --mode compaction --model DIR --tasks my.jsonl --corpus docs/
+    torchrun --nproc-per-node 8 train.py --preset paper --mode compaction --tasks my.jsonl --corpus docs/
 """
 
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -15,38 +16,39 @@ import sys
 import time
 import zlib
 from collections import Counter
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers.hf_argparser import HfArg
 
 import harness
 import mosaic
 import phi
-from eval import describe, evaluate, potentials_at, roll_out, score_forks, score_sessions, summarise
-from harness import Limits, Trajectory
+from eval import describe, evaluate, potentials_at, roll_out, score_sessions, summarise
+from harness import Limits, Setup, Trajectory
 
 
 # ---- Config ------------------------------------------------------------------------------------------------
 @dataclasses.dataclass
-class Config(Limits):
-    """One run. The fields are the flags; those of `Limits` (harness.py) come first."""
+class Config(Setup):
+    """One run. The fields are the flags; those of `Limits` and `Setup` (harness.py) come first."""
 
     preset: Literal["toy", "paper"] = HfArg(default="toy", help="where the flags start from")
     advantage: Literal["mosaic", "broadcast", "igpo"] = HfArg(default="mosaic", help="the credit")
     session_aware: bool = HfArg(default=True, help="trajectory level of Mosaic, M4 and M5; without it M1")
     shaping: bool = HfArg(default=True, help="session level of Mosaic, M7 to M10")
-    fork_credit: Literal["immediate", "counterfactual"] = HfArg(default="immediate", help="gain of a fork")
-    reference: Literal["task", "group"] = HfArg(default="task", help="the answer that Phi asks for")
-    model: str = HfArg(default="", help="folder or hub id of the policy; empty: the tiny offline one")
-    engine: Literal["hf", "vllm"] = HfArg(default="hf", help="what generates")
-    tasks: str = HfArg(default="", help="JSONL file of tasks; empty: the offline world")
-    corpus: str = HfArg(default="", help="JSONL file or folder of documents to search for --tasks")
     steps: int = HfArg(default=50, help="steps: a batch of rollouts and its updates each")
-    seed: int = HfArg(default=0, help="seed of tasks, sampling and minibatches")
     out: str = HfArg(default="", help="folder of the run; empty: runs/MODE-ADVANTAGE-SEED")
     resume: bool = HfArg(default=False, help="go on from the checkpoint in the folder of the run")
     checkpoint_every: int = HfArg(default=10, help="steps between checkpoints")
@@ -60,7 +62,9 @@ class Config(Limits):
     clip_high: float = HfArg(default=0.2, help="clip of the importance ratio above 1 (M12)")
     minibatches: int = HfArg(default=2, help="optimizer steps per batch, however many sessions it has")
     lr: float = HfArg(default=1e-6, help="learning rate, constant")
-    temperature: float = HfArg(default=1.0, help="sampling temperature, at which log-probs are taken too")
+    tis_cap: float = HfArg(default=0.0, help="cap of the weights trainer / engine, say 2; 0: no weights")
+    parity_tolerance: float = HfArg(default=0.1, help="mean |engine - trainer| log-prob that ends the run")
+    timeout: int = HfArg(default=7200, help="seconds that ranks wait for one another before they give up")
     token_budget: int = HfArg(default=16384, help="padded tokens of one forward, in Phi and in the update")
     eval_tasks: int = HfArg(default=0, help="held-out tasks of the offline world, before and after")
     eval_mode: str = HfArg(default="", help="mode of the warm start and of evaluation, if not --mode")
@@ -72,11 +76,11 @@ PRESETS = {
     "toy": """--prompts offline --max-context 220 --max-turn-tokens 24 --max-response-tokens 44
         --max-summary-tokens 14 --max-turns 14 --max-subagent-turns 3 --max-calls 16 --max-parallel-calls 2
         --top-k 2 --tasks-per-step 8 --group-size 8 --minibatches 4 --lr 4e-4 --steps 60 --eval-tasks 256
-        --warm-start-steps 500""",
+        --warm-start-steps 500 --parity-tolerance 1e-3""",
     "paper": """--model Qwen/Qwen3.5-4B --engine vllm --max-context 131072 --max-turn-tokens 8192
         --max-response-tokens 16384 --max-summary-tokens 4096 --max-turns 100 --max-subagent-turns 30
         --max-sessions 17 --max-calls 200 --max-parallel-calls 4 --tasks-per-step 16 --group-size 8 --steps 62
-        --token-budget 131072""",
+        --token-budget 131072 --tis-cap 2""",
 }
 
 
@@ -99,12 +103,50 @@ def make_config(argv: list[str]) -> Config:
         ("--temperature", config.temperature > 0, "a number above 0"),
         ("--tasks, --corpus", bool(config.tasks) == bool(config.corpus), "both or neither"),
         ("--model", bool(config.model) or not config.tasks, "a model that can read --tasks"),
-        ("--reference", config.reference == "task" or config.advantage != "igpo", "task for igpo"),
-        ("--engine", config.engine == "hf", "hf; vllm is not built yet"),
+        ("--engine vllm", config.engine == "hf" or find_spec("vllm"), "pip install vllm==0.32.0"),
+        ("--preset paper", config.preset != "paper" or torch.cuda.is_available(), "a GPU"),
+        ("--parity-tolerance", config.parity_tolerance > 0, "a number above 0"),
     ):
         if not holds:
             raise harness.UserError(f"{flag}: expected {expected}")
     return config
+
+
+# ---- Ranks: the processes that torchrun starts, each with its own groups of rollouts -----------------------
+SHARDED = "RANK" in os.environ
+RANK, N_RANKS = (int(os.environ.get(key, n)) for key, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+
+
+def join_ranks(config: Config) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if SHARDED:
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
+
+
+def from_all(items: list) -> list:
+    """The items of all ranks, in the order of the ranks."""
+    parts = [items] * N_RANKS
+    if SHARDED:
+        dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def shard(model) -> None:
+    """FSDP2: each rank keeps a slice of the float32 weights; on GPUs the layers compute in bfloat16."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()  # else nothing is checkpointed
+    dtypes = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else (None, None)
+    for module in [*model.base_model.layers, model]:
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(*dtypes))
+    model.forward_logprobs = partial(phi.forward_logprobs, model)
+    register_fsdp_forward_method(model, "forward_logprobs")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor is gathered, which takes all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # ---- Warm start --------------------------------------------------------------------------------------------
@@ -202,8 +244,9 @@ def sampled_logprobs(model, segments: list, config: Config) -> tuple[list, list]
     return phi.token_logprobs(model, ids, wanted, config.token_budget, True, temperature=config.temperature)
 
 
-def token_rows(trajectories: list[Trajectory]) -> list[list[tuple]]:
-    """Per trajectory its segments with old log-probs, advantages and weights, [T] of the sampled tokens."""
+def token_rows(trajectories: list[Trajectory], config: Config) -> list[list[tuple]]:
+    """Per trajectory its segments, with the engine's log-probs, the old ones of the ratio, advantages and
+    weights, [T] of the sampled tokens each."""
     rows = []
     for trajectory in trajectories:
         # M12's denominators are those of the whole batch, taken here, before anything is split.
@@ -212,54 +255,84 @@ def token_rows(trajectories: list[Trajectory]) -> list[list[tuple]]:
         rows.append([])
         for segment in trajectory.segments:
             lists = (segment.logprobs, segment.advantage, [weight] * len(segment.sampled))
-            rows[-1].append((segment, *torch.tensor(lists)[:, torch.tensor(segment.sampled)]))
+            engine_T, advantages_T, weights_T = torch.tensor(lists)[:, torch.tensor(segment.sampled)]
+            old_T = engine_T
+            if config.tis_cap > 0:
+                old_T = torch.tensor(segment.fresh)
+                weights_T = weights_T * mosaic.truncated_importance(old_T, engine_T, config.tis_cap)
+            rows[-1].append((segment, engine_T, old_T, advantages_T, weights_T))
     return rows
 
 
 def update(model, optimizer, trajectories: list[Trajectory], step: int, config: Config) -> dict:
-    """`minibatches` optimizer steps on one batch (M12). -> metrics."""
-    rows = token_rows(trajectories)
+    """`minibatches` optimizer steps on one batch (M12), which all ranks know whole. -> metrics."""
+    rows = token_rows(trajectories, config)
     order = random.Random(f"{config.seed} {step}").sample(range(len(rows)), len(rows))
-    sums = Counter()
+    nothing = (harness.Segment([0, 0], [False, False]), *torch.zeros(4, 0))
+    sums, norms, skipped = Counter(), [], 0
     for m in range(config.minibatches):
         # Whole trajectories are dealt out: the number of optimizer steps does not depend on sessions.
         minibatch = [row for i in order[m :: config.minibatches] for row in rows[i]]
-        for part in phi.batches_by_length([len(row[0].token_ids) for row in minibatch], config.token_budget):
-            segments, *parts = zip(*[minibatch[k] for k in part])
+        lengths = [len(row[0].token_ids) for row in minibatch]
+        budget = min(config.token_budget, len(lengths) * max(lengths, default=0) // N_RANKS)
+        parts = phi.batches_by_length(lengths, budget)
+        # critical: micro-batches are as many on every rank, else ranks wait for ever; `nothing` weighs 0.
+        parts += [[]] * (-len(parts) % N_RANKS)
+        for part in parts[RANK::N_RANKS]:
+            segments, *columns = zip(*([minibatch[k] for k in part] or [nothing]))
             logprobs_T, entropy_T = map(torch.cat, sampled_logprobs(model, segments, config))
-            old_T, advantages_T, weights_T = map(torch.cat, parts)
-            clips = (config.clip_low, config.clip_high)
-            loss = mosaic.policy_loss(logprobs_T, old_T, advantages_T, weights_T, *clips)
+            engine_T, *columns = (torch.cat(column).to(model.device) for column in columns)
+            loss = mosaic.policy_loss(logprobs_T, *columns, config.clip_low, config.clip_high)
             # A minibatch stands for the whole batch, so its gradient is scaled up to estimate the batch's.
-            (loss * config.minibatches).backward()
-            change_T = logprobs_T.detach() - old_T
-            outside = (change_T.exp() < 1 - config.clip_low) | (change_T.exp() > 1 + config.clip_high)
-            sums.update(loss=loss.item(), tokens=len(old_T), entropy=entropy_T.sum().item())
+            # critical: FSDP averages gradients over the ranks, and M12 wants their sum.
+            (loss * config.minibatches * N_RANKS).backward()
+            ratio_T = (logprobs_T.detach() - columns[0]).exp()
+            outside = (ratio_T < 1 - config.clip_low) | (ratio_T > 1 + config.clip_high)
+            sums.update(loss=loss.item(), tokens=len(ratio_T), entropy=entropy_T.sum().item())
             sums["clip_fraction"] += outside.sum().item()
+            sums["forwarded"] += sum(len(segment.token_ids) for segment in segments if part)
             if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
-                sums.update(gap=change_T.abs().sum().item(), gap_tokens=len(old_T))
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        sums["skipped"] += not norm.isfinite()
-        if norm.isfinite():  # a broken minibatch must not spoil the weights of a run of days
+                gap_T = (logprobs_T.detach() - engine_T).abs()
+                sums.update(gap=gap_T.sum().item(), gap_tokens=len(gap_T))
+        gap = sums["gap"] / max(1, sums["gap_tokens"])
+        if not gap <= config.parity_tolerance:  # put so that NaN fails too
+            raise harness.UserError(
+                f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats a token in step {step}: "
+                "stale weights or prefix cache perhaps, or in the first step, other kernels or temperature"
+            )
+        norms.append(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)).item())
+        if math.isfinite(norms[-1]):
             optimizer.step()
+        else:
+            skipped += 1  # a broken minibatch must not spoil the weights of a run of days
         optimizer.zero_grad()
-        sums["grad_norm"] += norm.item() / config.minibatches
-    means = {key: sums[key] / sums["tokens"] for key in ("entropy", "clip_fraction")}
-    means["engine_gap"] = sums["gap"] / sums["gap_tokens"]
-    return {key: sums[key] for key in ("loss", "grad_norm", "skipped")} | means
+    parts, sums = from_all([sums]), Counter()
+    for part in parts:
+        sums.update(part)  # critical: not `+`, with which a Counter drops what is negative, as a loss may be
+    unique = sum(session.stop - session.start for t in trajectories for session in t.sessions)
+    row = {key: sums[key] / sums["tokens"] for key in ("entropy", "clip_fraction")}
+    row |= {"loss": sums["loss"], "grad_norm": fmean(norms), "skipped": skipped}
+    row |= {"engine_gap": sums["gap"] / sums["gap_tokens"]}
+    return row | {"forwards_per_token": sums["forwarded"] / unique}  # 1: no context is forwarded twice
 
 
 # ---- The folder of a run -----------------------------------------------------------------------------------
 def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config: Config) -> None:
-    """Written aside, then renamed: a folder of this name is always whole."""
+    """Written aside, then renamed: a folder of this name is always whole. It fits any number of ranks."""
+    full = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = states.get_model_state_dict(model, options=full)
+    # Not before the first step: to have something to give, it would take one.
+    adam = states.get_optimizer_state_dict(model, optimizer, options=full) if step else {}
+    if RANK > 0:
+        return
     aside, old = folder.with_name("checkpoint.aside"), folder.with_name("checkpoint.old")
     shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside)
+    model.save_pretrained(aside, state_dict=weights)
     tokenizer.save_pretrained(aside)
     (aside / "mosaic.json").write_text(json.dumps(vars(config) | {"mode": config.eval_mode}, indent=1))
     logs = [folder.parent / name for name in ("metrics.jsonl", "trajectories.jsonl")]
     sizes = {log.name: log.stat().st_size if step else 0 for log in logs}
-    torch.save({"step": step, "optimizer": optimizer.state_dict(), "sizes": sizes}, aside / "trainer.pt")
+    torch.save({"step": step, "optimizer": adam, "sizes": sizes}, aside / "trainer.pt")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -277,6 +350,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(config: Config) -> None:
+    join_ranks(config)
     out = Path(config.out)
     # The old one is what a kill between the two renames of save_checkpoint leaves.
     folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
@@ -289,48 +363,59 @@ def train(config: Config) -> None:
         tasks = harness.load_tasks(config.tasks)
         random.Random(config.seed).shuffle(tasks)
         tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
-    start = config.model or warm_start(config)
-    model, tokenizer = harness.load_policy(str(folder) if config.resume else start)
+    start = config.model or from_all([warm_start(config)] if RANK == 0 else [])[0]
+    source = str(folder) if config.resume else start
+    model, tokenizer = harness.load_policy(source)
     chat = harness.Chat(tokenizer)
     for task in tasks:
         harness.Agent(task, None, chat, config, None)  # a prompt that does not fit is found here
+    # HFEngine draws from the trainer's own model, unless that is sharded; VLLMEngine reads its config only.
+    own = harness.load_policy(source)[0] if SHARDED and config.engine == "hf" else model
+    engine = harness.ENGINES[config.engine](own, config, config.temperature)
+    if SHARDED:
+        shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    engine = harness.HFEngine(model, chat.close[0], config.temperature, config.seed)
     out.mkdir(parents=True, exist_ok=True)
     state = {"step": 0}
     if config.resume:
         state = torch.load(folder / "trainer.pt", weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
+        full = states.StateDictOptions(full_state_dict=True)
+        if state["step"]:
+            states.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=full)
         optimizer.param_groups[0]["lr"] = config.lr
         for log, size in state["sizes"].items():  # what came after the checkpoint is written again
-            if (out / log).exists():
+            if (out / log).exists() and RANK == 0:
                 os.truncate(out / log, size)
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
     if not state["step"]:
         save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, 0, config)
         evaluate_held_out("before", start, config)
-    bar = tqdm(range(state["step"], config.steps), config.out, initial=state["step"], total=config.steps)
+    engine.load_weights((name, whole(tensor)) for name, tensor in model.named_parameters())
+    steps = range(state["step"], config.steps)
+    bar = tqdm(steps, config.out, initial=state["step"], total=config.steps, disable=RANK > 0 or None)
     for step in bar:
         clock = [time.perf_counter()]
-        engine.generator.manual_seed(config.seed * 1_000_003 + step)
+        engine.reseed((config.seed * 1_000_003 + step) * N_RANKS + RANK)
         # A function of the step alone, so that resuming is exact.
         places = range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step)
-        batch = [tasks[k % len(tasks)] for k in places for _ in range(config.group_size)]
-        rolled = roll_out(batch, engine, chat, config, tools)
+        mine = [tasks[k % len(tasks)] for k in places[RANK::N_RANKS] for _ in range(config.group_size)]
+        rolled = roll_out(mine, engine, chat, config, tools)
+        if config.engine == "vllm":
+            engine.sleep()
         clock.append(time.perf_counter())
         groups = [rolled[g : g + config.group_size] for g in range(0, len(rolled), config.group_size)]
         # reward None: search or judge was down. Such a trajectory leaves its group, it is not a failure.
         groups = [kept for group in groups if (kept := [t for t in group if t.reward is not None])]
+        if SHARDED:  # a forward of all ranks together gathers the weights; then each forwards at its own pace
+            model.set_reshard_after_forward(False)
+            phi.answer_logprob(model, [[0]], [[0]])
         trajectories = [trajectory for group in groups for trajectory in group]
-        if not trajectories:
-            raise harness.UserError("search or judge is down: not one rollout of this step has a verdict")
-        for group in groups if config.reference == "group" else []:
-            answer = mosaic.group_reference([t.reward for t in group], [t.answer for t in group])
-            for trajectory in group:
-                trajectory.reference = answer
+        if config.tis_cap > 0:
+            segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+            with torch.no_grad():
+                for segment, logprobs_T in zip(segments, sampled_logprobs(model, segments, config)[0]):
+                    segment.fresh = logprobs_T.tolist()
         score_sessions(model, trajectories, chat, config.token_budget)
-        if config.fork_credit == "counterfactual":
-            score_forks(model, trajectories, chat, config.token_budget)
         for group in groups:
             _, kinds, gains = columns(group)
             for trajectory, scores_N in zip(group, mosaic.normalise_by_kind(gains, kinds)):
@@ -340,29 +425,39 @@ def train(config: Config) -> None:
         for group in groups:
             ESTIMATORS[config.advantage](group, config, model, chat)
         clock.append(time.perf_counter())
+        if SHARDED:
+            model.set_reshard_after_forward(True)
+        groups = from_all(groups)
+        trajectories = [trajectory for group in groups for trajectory in group]
+        if not trajectories:
+            raise harness.UserError("search or judge is down: not one rollout of this step has a verdict")
         metrics = update(model, optimizer, trajectories, step, config)
         clock.append(time.perf_counter())
-        engine.load_weights(model.named_parameters())
+        engine.load_weights((name, whole(tensor)) for name, tensor in model.named_parameters())
         clock.append(time.perf_counter())
         wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
         lines = [{"step": step, **describe(trajectory, chat)} for trajectory in trajectories]
-        row = {"step": step, **summarise(lines), **metrics, "dropped": len(rolled) - len(trajectories)}
+        row = {"step": step, **summarise(lines), **metrics}
+        row["dropped"] = config.tasks_per_step * config.group_size - len(trajectories)
         row |= {"all_success_groups": wins.count(1), "all_failure_groups": wins.count(0)}
         row["mixed_groups"] = sum(0 < win < 1 for win in wins)
         phases = ("rollout", "phi", "credit", "update", "sync")
         row |= {f"seconds_{phase}": b - a for phase, (a, b) in zip(phases, pairwise(clock))}
-        harness.append_jsonl(out / "metrics.jsonl", [row])
-        harness.append_jsonl(out / "trajectories.jsonl", lines)
+        if RANK == 0:
+            harness.append_jsonl(out / "metrics.jsonl", [row])
+            harness.append_jsonl(out / "trajectories.jsonl", lines)
         speed = row["tokens"] * row["n"] / (clock[-1] - clock[0])
         bar.set_postfix_str(f"reward {row['reward']:.2f} sessions {row['sessions']:.2f} {speed:.0f} tok/s")
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
             save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, step + 1, config)
     evaluate_held_out("after", start, config)
+    if SHARDED:
+        dist.destroy_process_group()
 
 
 def evaluate_held_out(when: str, start: str, config: Config) -> None:
     """The checkpoint's figures in the offline world, greedy and sampled; into eval.json."""
-    if config.tasks or not config.eval_tasks:
+    if config.tasks or not config.eval_tasks or RANK > 0:
         return
     out = Path(config.out)
     # Gains are scored by the policy that RL started from: to compare runs takes one yardstick.
