@@ -2,20 +2,18 @@
 Left out on purpose: pass@k, majority votes, the scorers of other benchmarks.
     python eval.py --model runs/compaction-mosaic-0/checkpoint            # sampled; or --greedy
     python eval.py --show runs/compaction-mosaic-0/trajectories.jsonl     # the credit of each session
-    python eval.py --compare runs/compaction-* --plot curves.png          # arms, with intervals over seeds
+    python eval.py --compare RUN_A RUN_B                                  # two runs, question by question
 """
 
 import asyncio
 import dataclasses
 import json
 import math
-import re
 import sys
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
-import torch
 from tqdm import tqdm
 from transformers.hf_argparser import HfArg
 
@@ -70,16 +68,6 @@ def describe(t: Trajectory, chat) -> dict:
     return row
 
 
-def kept_facts(row: dict) -> list[tuple[int, int]]:
-    """(facts that lead to the answer, all facts) of each summary; the offline world's only."""
-    match = harness.QUESTION.fullmatch(row["question"])
-    names = [match[1], *row["reference"].split(", ")] if match else []
-    useful = set(zip(names, match[2].split(", "), names[1:])) if match else set()
-    summaries = [s["text"].rsplit("assistant\n", 1)[-1] for s in row["sessions"] if s["kind"] == "compact"]
-    stated = [set(harness.FACT.findall(summary)) for summary in summaries if match]
-    return [(len(facts & useful), len(facts)) for facts in stated]
-
-
 def summarise(rows: list[dict]) -> dict:
     """Figures of described trajectories that have a reward; None where there is none. Gains: nats a token."""
 
@@ -89,13 +77,10 @@ def summarise(rows: list[dict]) -> dict:
     wins = [row for row in rows if row["reward"] > mosaic.SUCCESS]
     losses = [row for row in rows if row["reward"] <= mosaic.SUCCESS]
     paid = [session for row in rows for session in row["sessions"][:-1]]
-    facts = [pair for row in rows for pair in kept_facts(row)]
     reward = average(row["reward"] for row in rows)
     figures = {"n": len(rows), "accuracy": len(wins) / len(rows), "reward": reward}
     for name, some in (("success", wins), ("failure", losses)):
         figures[f"sessions_{name}"] = average(len(row["sessions"]) for row in some)
-    figures["facts_kept"] = average(useful for useful, _ in facts)  # per summary
-    figures["facts_precision"] = average(useful / stated for useful, stated in facts if stated)
     for kind in ("", *mosaic.KINDS):  # "": of any kind
         some, key = [s for s in paid if kind in ("", s["kind"])], kind and f"_{kind}"
         figures[f"sessions{key}"] = average(sum(kind in ("", s["kind"]) for s in r["sessions"]) for r in rows)
@@ -123,91 +108,24 @@ def show(path: str, n: int) -> None:
             print("      | " + session["text"].strip().replace("\n", "\n      | "))
 
 
-T95 = "nan 12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131".split()
-
-
-def t_interval(values) -> tuple[torch.Tensor, torch.Tensor]:
-    """values [S, ...], one per seed -> mean and half width of its 95 % t-interval [...]; NaN for one seed."""
-    values = torch.tensor(values, dtype=torch.float64)
-    quantile = float(T95[min(len(values), len(T95)) - 1])  # Student's t at 0.975, S - 1 degrees of freedom
-    spread = values.std(0, correction=min(1, len(values) - 1))
-    return values.mean(0), quantile * spread / math.sqrt(len(values))
-
-
-def load_run(path: Path) -> dict:
-    """The figures of a run's folder, or of one file that eval.py wrote."""
-
-    def read(name: str) -> list[dict]:
-        rows = [row for _, row in harness.read_jsonl(path / name if path.is_dir() else path)]
-        return [row for row in rows if row.get("reward") is not None]
-
-    rows = read("after-sampled.jsonl")
-    if not rows or "question" not in rows[0]:
-        raise harness.UserError(f"--compare {path}: expected a run's folder, or a file that eval.py wrote")
-    wins = {(row["id"], row["question"]): float(row["reward"] > mosaic.SUCCESS) for row in rows}
-    run = summarise(rows) | {"wins": wins, "steps": []}
-    if path.is_dir():
-        run["accuracy_greedy"] = summarise(read("after-greedy.jsonl"))["accuracy"]
-        run["steps"] = read("metrics.jsonl")
-        for key in ("rollout", "phi", "credit", "update"):  # with IGPO, credit is the turn-level Phi
-            run[f"seconds_{key}"] = fmean(row[f"seconds_{key}"] for row in run["steps"])
-        run["seconds_step"] = sum(value for key, value in run.items() if key.startswith("seconds_"))
-    return run
-
-
-def compare(paths: list[str], picture: str) -> None:
-    """A table of arms, which are the folders' names without the seed, or of two runs. For two of either, also
-    differences paired by seed, an exact McNemar test, and a bootstrap over seeds and questions."""
-    arms, pairs = {}, []
-    for path in map(Path, tqdm(paths, desc="reading")):
-        arm, seed = re.fullmatch(r"(.*?)(-\d+)?", str(path)).groups() if len(paths) > 2 else (str(path), "")
-        run = arms.setdefault(arm, {})[seed] = load_run(path)
-    titles = [f"{arm} ({len(runs)} seeds)" for arm, runs in arms.items()]
-    if len(arms) == 2:
-        a, b = arms.values()
-        pairs = [(a[seed], b[seed]) for seed in a if seed in b]
-        titles.append(f"first - second ({len(pairs)} pairs)")
-    print("| | " + " | ".join(titles) + " |\n|" + "---|" * (len(titles) + 1))
-    for key in [key for key, value in run.items() if not isinstance(value, (dict, list))]:
-        columns = [[run[key] for run in runs.values() if run.get(key) is not None] for runs in arms.values()]
-        both = [(x[key], y[key]) for x, y in pairs if x.get(key) is not None and y.get(key) is not None]
-        columns += [[x - y for x, y in both]] * (len(arms) == 2)
-        cells = ["{:.3f} ± {:.3f}".format(*t_interval(column)) if column else "" for column in columns]
-        print(f"| {key} | {' | '.join(cells)} |")
-    ids = sorted(set.intersection(*(set(run["wins"]) for pair in pairs for run in pair))) if pairs else []
-    if ids:
-        gap_SQ = torch.tensor([[x["wins"][id] - y["wins"][id] for id in ids] for x, y in pairs])
-        n, smaller = gap_SQ.abs().sum().int().item(), min((gap_SQ > 0).sum(), (gap_SQ < 0).sum()).item()
-        p_value = min(1.0, 2 * sum(math.comb(n, k) for k in range(smaller + 1)) / 2**n)
-        torch.manual_seed(0)
-        picks = [[torch.randint(size, (size,)) for size in gap_SQ.shape] for _ in range(10_000)]
-        means = torch.stack([gap_SQ[seeds][:, questions].mean() for seeds, questions in picks])
-        low, high = means.quantile(torch.tensor([0.025, 0.975])).tolist()
-        print(f"accuracy, first - second: {gap_SQ.mean():+.3f}, bootstrap [{low:+.3f}, {high:+.3f}]")
-        print(f"{n} of {gap_SQ.numel()} answers are right in one only, {smaller} of these the rarer way;")
-        print(f"McNemar's exact p = {p_value:.2g}, for these checkpoints and not for their seeds")
-    if picture:
-        plot(arms, picture)
-
-
-def plot(arms: dict, picture: str) -> None:
-    """Learning curves, means over five steps, with their 95 % t-intervals over seeds."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise harness.UserError("--plot: expected matplotlib: pip install matplotlib") from None
-    if min(len(run["steps"]) for runs in arms.values() for run in runs.values()) < 5:
-        raise harness.UserError("--plot: expected folders of runs of five steps or more")
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="tight")
-    for axis, key in zip(axes, ("reward", "sessions")):
-        for arm, runs in arms.items():
-            columns = zip(*([row[key] for row in run["steps"]] for run in runs.values()))  # steps all have
-            mean, half = t_interval(torch.tensor(list(columns)).T.unfold(1, 5, 1).mean(-1).tolist())
-            axis.plot(range(4, 4 + len(mean)), mean, label=arm)
-            axis.fill_between(range(4, 4 + len(mean)), mean - half, mean + half, alpha=0.2)
-        axis.set(xlabel="step", ylabel=f"{key} per trajectory")
-    axes[0].legend(fontsize="small")
-    figure.savefig(picture, dpi=150)
+def compare(paths: list[str]) -> None:
+    """The figures of two runs, or of two files that eval.py wrote, and of questions that both answered an
+    exact McNemar test. (README.md has the script for more runs, with intervals over seeds.)"""
+    runs = []
+    for path in map(Path, paths):
+        lines = harness.read_jsonl(path / "after-sampled.jsonl" if path.is_dir() else path)
+        runs.append([row for _, row in lines if row.get("reward") is not None and "question" in row])
+    if len(runs) != 2 or not all(runs):
+        raise harness.UserError("--compare: expected two folders of runs, or two files that eval.py wrote")
+    first, second = map(summarise, runs)
+    for key in first:
+        print(f"{key:<24} {first[key]!s:<24} {second[key]}")
+    wins = [{(row["id"], row["question"]): row["reward"] > mosaic.SUCCESS for row in rows} for rows in runs]
+    gaps = [wins[0][question] - wins[1][question] for question in wins[0].keys() & wins[1].keys()]
+    n, rarer = sum(map(abs, gaps)), min(gaps.count(1), gaps.count(-1))
+    p_value = min(1.0, 2 * sum(math.comb(n, k) for k in range(rarer + 1)) / 2**n)
+    print(f"of {len(gaps)} questions {n} are right in one only, {rarer} of them the rarer way; ", end="")
+    print(f"McNemar's exact p = {p_value:.2g}, for these checkpoints and not for their seeds")
 
 
 # ---- The program -------------------------------------------------------------------------------------------
@@ -221,8 +139,7 @@ class Config(Setup):
     out: str = HfArg(default="", help="file for a line a question; empty: in the model's folder")
     show: str = HfArg(default="", help="print the last trajectories of this file and do nothing else")
     last: int = HfArg(default=1, help="how many of them")
-    compare: list[str] = HfArg(default_factory=list, help="compare these runs and do nothing else")
-    plot: str = HfArg(default="", help="with --compare: draw their learning curves into this .png")
+    compare: list[str] = HfArg(default_factory=list, help="compare these two runs and do nothing else")
 
 
 def evaluate(argv: list[str]) -> dict:
@@ -273,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
         if config.show:
             return show(config.show, config.last)
         if config.compare:
-            return compare(config.compare, config.plot)
+            return compare(config.compare)
         print(json.dumps(evaluate(argv), indent=1))
     except harness.UserError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)

@@ -346,12 +346,8 @@ class HFEngine:
         return (await asyncio.shield(self.runner))[place]  # one who is cancelled must not stop the others
 
     async def run_waiting(self) -> list[tuple]:
-        # Let every other rollout ask too. The event loop is deterministic, and so the batches are.
-        seen, calm = 0, 0
-        while calm < 5:
+        for _ in range(100):  # let all others ask too; the event loop is deterministic, so the batches are
             await asyncio.sleep(0)
-            calm = calm + 1 if len(self.waiting) == seen else 0
-            seen = len(self.waiting)
         return self.sample(self.waiting)
 
     @torch.no_grad()
@@ -387,10 +383,10 @@ class VLLMEngine:
 
     def __init__(self, model, config: Setup, temperature: float):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vllm is imported
-        import vllm
+        from vllm import EngineArgs, LLMEngine, SamplingParams, _custom_ops
         from vllm.sampling_params import RequestOutputKind
 
-        vllm._custom_ops._supports_onednn = False  # on a CPU it packs weights, which then cannot be replaced
+        _custom_ops._supports_onednn = False  # on a CPU it packs weights, which then cannot be replaced
         gpu = torch.cuda.is_available()
         options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": config.max_context}
         options |= {"logprobs_mode": "processed_logprobs"}  # of what was drawn from, after the temperature
@@ -398,15 +394,15 @@ class VLLMEngine:
         options |= {"gpu_memory_utilization": config.engine_memory, "enable_sleep_mode": gpu}
         options |= {"kv_cache_memory_bytes": None if gpu else 1 << 29, "async_scheduling": False}
         options["enable_chunked_prefill"] = gpu  # a CPU cannot draw with a seed after a prompt in chunks
-        if "RANK" in os.environ:  # under torchrun each rank has a whole engine, and prompts, of its own
-            options["distributed_executor_backend"] = "external_launcher"
+        # Under torchrun each rank has a whole engine, and prompts, of its own.
+        options["distributed_executor_backend"] = "external_launcher" if "RANK" in os.environ else None
         model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():  # vllm reseeds
+        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):  # vllm reseeds
             model.config.save_pretrained(folder)
-            self.core = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(folder, **options))
+            self.core = LLMEngine.from_engine_args(EngineArgs(folder, **options))
         # No top-p, no top-k; with ignore_eos, nothing but its `stop` ends a turn early.
         fixed = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "ignore_eos": True}
-        self.params = partial(vllm.SamplingParams, **fixed, output_kind=RequestOutputKind.FINAL_ONLY)
+        self.params = partial(SamplingParams, **fixed, output_kind=RequestOutputKind.FINAL_ONLY)
         self.temperature, self.seeds = temperature, random.Random(0)
         self.count, self.waiting = 0, {}  # requests so far; id -> None, what was drawn, or an error
 

@@ -41,11 +41,6 @@ def forward_logprobs(model, ids_BT, wanted_BT, cache=None, chunk=512, temperatur
     return tuple(torch.cat(parts) for parts in zip(*pairs))
 
 
-def forward_of(model):
-    """Of a sharded model its own, before which FSDP gathers the weights: see train.py's `shard`."""
-    return getattr(model, "forward_logprobs", partial(forward_logprobs, model))
-
-
 def batches_by_length(lengths, token_budget):
     """Row indices, sorted by length, cut so that rows * longest <= token_budget; a longer row goes alone.
 
@@ -68,10 +63,12 @@ def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entro
     if any(len(ids) < 2 or len(mask) != len(ids) - 1 for ids, mask in zip(sequences, wanted, strict=True)):
         raise ValueError("every sequence needs T >= 2 tokens and a mask of length T-1")
     logprobs, entropies = [None] * len(sequences), [None] * len(sequences)
+    # A sharded model (train.py) has it as a method, before which FSDP gathers the weights.
+    forward = getattr(model, "forward_logprobs", partial(forward_logprobs, model))
     for batch in batches_by_length([len(ids) for ids in sequences], token_budget):
         ids, masks = ([torch.as_tensor(rows[k]) for k in batch] for rows in (sequences, wanted))
         ids_BT, wanted_BT = (pad_sequence(rows, batch_first=True).to(model.device) for rows in (ids, masks))
-        both = forward_of(model)(ids_BT, wanted_BT.bool(), **options)
+        both = forward(ids_BT, wanted_BT.bool(), **options)
         parts = (values_M.split([int(mask.sum()) for mask in masks]) for values_M in both)
         for k, logprobs_M, entropies_M in zip(batch, *parts):
             logprobs[k], entropies[k] = logprobs_M, entropies_M
@@ -111,9 +108,9 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
     def read(ids, n_wanted, cache):
         ids_BT = torch.tensor([ids], device=model.device)
         wanted_BT = torch.arange(len(ids) - 1, 0, -1, device=model.device)[None] <= n_wanted
-        return forward_of(model)(ids_BT, wanted_BT, cache)[0]
+        return forward(ids_BT, wanted_BT, cache)[0]
 
-    training = model.training
+    forward, training = getattr(model, "forward_logprobs", partial(forward_logprobs, model)), model.training
     model.eval()  # critical: in training mode, gradient checkpointing drops the cache, with a mere warning.
     for p, context in sorted(dict(zip(positions, contexts)).items()):
         goal = last if plain else p

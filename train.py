@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers.hf_argparser import HfArg
 
@@ -64,7 +63,6 @@ class Config(Setup):
     lr: float = HfArg(default=1e-6, help="learning rate, constant")
     tis_cap: float = HfArg(default=0.0, help="cap of the weights trainer / engine, say 2; 0: no weights")
     parity_tolerance: float = HfArg(default=0.1, help="mean |engine - trainer| log-prob that ends the run")
-    timeout: int = HfArg(default=7200, help="seconds that ranks wait for one another before they give up")
     token_budget: int = HfArg(default=16384, help="padded tokens of one forward, in Phi and in the update")
     eval_tasks: int = HfArg(default=0, help="held-out tasks of the offline world, before and after")
     eval_mode: str = HfArg(default="", help="mode of the warm start and of evaluation, if not --mode")
@@ -117,14 +115,6 @@ SHARDED = "RANK" in os.environ
 RANK, N_RANKS = (int(os.environ.get(key, n)) for key, n in (("RANK", 0), ("WORLD_SIZE", 1)))
 
 
-def join_ranks(config: Config) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if SHARDED:
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
-
-
 def from_all(items: list) -> list:
     """The items of all ranks, in the order of the ranks."""
     parts = [items] * N_RANKS
@@ -142,11 +132,6 @@ def shard(model) -> None:
         fully_shard(module, mp_policy=MixedPrecisionPolicy(*dtypes))
     model.forward_logprobs = partial(phi.forward_logprobs, model)
     register_fsdp_forward_method(model, "forward_logprobs")
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor is gathered, which takes all ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # ---- Warm start --------------------------------------------------------------------------------------------
@@ -300,7 +285,8 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
                 f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats a token in step {step}: "
                 "stale weights or prefix cache perhaps, or in the first step, other kernels or temperature"
             )
-        norms.append(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)).item())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append((norm.full_tensor() if SHARDED else norm).item())
         if math.isfinite(norms[-1]):
             optimizer.step()
         else:
@@ -350,7 +336,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(config: Config) -> None:
-    join_ranks(config)
+    if SHARDED:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(timeout=timedelta(hours=2))  # one that hangs may hang the others so long
     out = Path(config.out)
     # The old one is what a kill between the two renames of save_checkpoint leaves.
     folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
@@ -390,11 +379,14 @@ def train(config: Config) -> None:
     if not state["step"]:
         save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, 0, config)
         evaluate_held_out("before", start, config)
-    engine.load_weights((name, whole(tensor)) for name, tensor in model.named_parameters())
     steps = range(state["step"], config.steps)
-    bar = tqdm(steps, config.out, initial=state["step"], total=config.steps, disable=RANK > 0 or None)
+    bar = tqdm(steps, config.out, initial=state["step"], total=config.steps, disable=RANK > 0)
     for step in bar:
         clock = [time.perf_counter()]
+        # Gathered one by one as the engine asks for them: no rank ever holds a second set of weights.
+        named = model.named_parameters()
+        engine.load_weights((name, p.full_tensor() if SHARDED else p) for name, p in named)
+        clock.append(time.perf_counter())
         engine.reseed((config.seed * 1_000_003 + step) * N_RANKS + RANK)
         # A function of the step alone, so that resuming is exact.
         places = range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step)
@@ -433,15 +425,13 @@ def train(config: Config) -> None:
             raise harness.UserError("search or judge is down: not one rollout of this step has a verdict")
         metrics = update(model, optimizer, trajectories, step, config)
         clock.append(time.perf_counter())
-        engine.load_weights((name, whole(tensor)) for name, tensor in model.named_parameters())
-        clock.append(time.perf_counter())
         wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
         lines = [{"step": step, **describe(trajectory, chat)} for trajectory in trajectories]
         row = {"step": step, **summarise(lines), **metrics}
         row["dropped"] = config.tasks_per_step * config.group_size - len(trajectories)
         row |= {"all_success_groups": wins.count(1), "all_failure_groups": wins.count(0)}
         row["mixed_groups"] = sum(0 < win < 1 for win in wins)
-        phases = ("rollout", "phi", "credit", "update", "sync")
+        phases = ("sync", "rollout", "phi", "credit", "update")
         row |= {f"seconds_{phase}": b - a for phase, (a, b) in zip(phases, pairwise(clock))}
         if RANK == 0:
             harness.append_jsonl(out / "metrics.jsonl", [row])
@@ -451,8 +441,6 @@ def train(config: Config) -> None:
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
             save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, step + 1, config)
     evaluate_held_out("after", start, config)
-    if SHARDED:
-        dist.destroy_process_group()
 
 
 def evaluate_held_out(when: str, start: str, config: Config) -> None:
