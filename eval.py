@@ -109,8 +109,7 @@ def show(path: str, n: int) -> None:
 
 
 def compare(paths: list[str]) -> None:
-    """The figures of two runs, or of two files that eval.py wrote, and of questions that both answered an
-    exact McNemar test. (README.md has the script for more runs, with intervals over seeds.)"""
+    """The figures of two runs and an exact McNemar test; for many runs and seeds see README.md's study.py."""
     runs = []
     for path in map(Path, paths):
         lines = harness.read_jsonl(path / "after-sampled.jsonl" if path.is_dir() else path)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -52,7 +52,6 @@ class Segment:
     session: list[int] = field(default_factory=list)  # index of the session that the token belongs to
     advantage: list[float] = field(default_factory=list)  # filled in by train.py
     turns: list[int] = field(default_factory=list)  # positions at which the policy's turns begin
-    fresh: list[float] = field(default_factory=list)  # the trainer's own log-probs of the sampled tokens
 
     def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
         """Add ids that the policy drew, with their log-probs, or without them ids that it did not."""
@@ -145,23 +144,22 @@ def parse_flags(config, argv: list[str], text: str):
 
 # ---- Tasks and corpora -------------------------------------------------------------------------------------
 def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
-    """("file:line", object) of each line; UserError names the line that lacks a `required` string."""
+    """("file:line", object) of each line. UserError names the line that is no object, or that lacks one of
+    the `required` texts or repeats an id."""
     rows, ids, where = [], set(), path
     try:
         for n, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
             if line.strip():
                 where = f"{path}:{n}"
-                rows.append((where, json.loads(line)))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: expected JSON objects, one a line, in UTF-8 ({error})") from None
-    for where, row in rows:
-        texts = [row.get(key) for key in required] if isinstance(row, dict) else [None]
-        if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise UserError(f"{where}: expected a JSON object with non-empty strings {', '.join(required)}")
-        id = str(row.get("id", where))
-        if required and id in ids:
-            raise UserError(f"{where}: expected unique ids, found {id!r} again")
-        ids.add(id)
+                row = dict(json.loads(line))
+                id = str(row.get("id", where))
+                if not all(row[key].strip() for key in required) or (required and id in ids):
+                    raise ValueError("an empty text or the id of another line")
+                rows.append((where, row))
+                ids.add(id)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        needs = " with a unique id and texts " + ", ".join(required) if required else ""
+        raise UserError(f"{where}: expected a JSON object a line{needs}, in UTF-8; found {error!r}") from None
     if not rows:
         raise UserError(f"{path}: expected at least one line with a JSON object, found none")
     return rows
@@ -379,7 +377,8 @@ class HFEngine:
 
 
 class VLLMEngine:
-    """vLLM in this process. It is made of the model's config alone; its weights come by `load_weights`."""
+    """vLLM in this process, for `generate` as above. It is made of the model's config alone, and comes to its
+    weights by `load_weights`."""
 
     def __init__(self, model, config: Setup, temperature: float):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vllm is imported
@@ -396,7 +395,7 @@ class VLLMEngine:
         options["enable_chunked_prefill"] = gpu  # a CPU cannot draw with a seed after a prompt in chunks
         # Under torchrun each rank has a whole engine, and prompts, of its own.
         options["distributed_executor_backend"] = "external_launcher" if "RANK" in os.environ else None
-        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        model.config.architectures = [type(model).__name__]
         with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):  # vllm reseeds
             model.config.save_pretrained(folder)
             self.core = LLMEngine.from_engine_args(EngineArgs(folder, **options))
@@ -416,19 +415,15 @@ class VLLMEngine:
     @torch.no_grad()
     def load_weights(self, named_tensors) -> None:
         """Copy the trainer's weights, tensor by tensor as they come."""
-        asleep = self.core.is_sleeping()
-        if asleep:
-            self.core.wake_up(["weights"])
+        self.core.wake_up(["weights"])
         self.core.model_executor.driver_worker.model_runner.get_model().load_weights(named_tensors)
         # critical: prompts that begin alike would go on reusing the keys and values of the old weights.
         if not self.core.reset_prefix_cache():
             raise RuntimeError("vllm: expected no request during the update, found the prefix cache in use")
-        if asleep:
-            torch.cuda.empty_cache()  # the cache needs what the update has freed
-            self.core.wake_up(["kv_cache"])
+        torch.cuda.empty_cache()  # the cache needs what the update has freed
+        self.core.wake_up(["kv_cache"])
 
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
-        """-> (sampled ids, with the stop token at their end; log-probs; "stop" or, without it, "length")."""
         options = {"temperature": self.temperature, "seed": self.seeds.getrandbits(63)}
         params = self.params(max_tokens=max_new_tokens, stop_token_ids=stop, **options)
         self.count += 1
@@ -628,8 +623,6 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     `Corpus` of the task's documents. judge: `async (task, answer) -> reward`. Both raise ConnectionError
     where they stay down through all retries: then there is no reward."""
     limits = replace(limits or Limits(), **({"mode": mode} if mode else {}))
-    if limits.mode not in get_args(Mode):
-        raise UserError(f"mode {limits.mode!r}: expected one of {', '.join(get_args(Mode))}")
     if tools is None and not task.docs:
         raise UserError(f"task {task.id!r}: expected tools, or documents of its own to search in")
     chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer)

@@ -243,30 +243,12 @@ def test_foreign_text_yields_no_control_token(chat):
 
 
 # ---- train.py, eval.py -------------------------------------------------------------------------------------
-def scripted(mode, tasks):
-    config, demonstrator = train.make_config(["--mode", mode]), harness.Demonstrator(CHAT, random.Random(1))
-    trajectories = evaluation.roll_out(tasks, demonstrator, CHAT, config)
-    return config, harness.offline_model(len(CHAT.tokenizer), 0), trajectories
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_every_token_has_an_advantage_and_every_trajectory_one_vote(mode):
-    config, model, group = scripted(mode, [TASK] * 4)
+    config, model = train.make_config(["--mode", mode]), harness.offline_model(len(CHAT.tokenizer), 0)
+    group = evaluation.roll_out([TASK] * 4, harness.Demonstrator(CHAT, random.Random(1)), CHAT, config)
     evaluation.score_sessions(model, group, CHAT)
     for credit in train.ESTIMATORS.values():
         credit(group, config, model, CHAT)
-        for columns in train.token_rows(group, config):
+        for columns in train.token_rows(group):
             assert sum(weights_T.sum().item() for *_, weights_T in columns) == pytest.approx(1 / 4)
-
-
-def test_runs_are_compared_by_seed_and_by_question(tmp_path, capsys):
-    row = {"question": "", "sessions": [{"kind": "normal"}], "tokens": 1, "malformed": 0, "stop": "answer"}
-    for name, wins in (("a-0", 6), ("a-1", 10), ("b-0", 3), ("b-1", 3)):  # a-1 has no failure to average
-        rows = [{**row, "id": k, "reward": float(k < wins)} for k in range(10)]
-        harness.append_jsonl(tmp_path / name, rows)
-    evaluation.main(["--compare", *map(str, sorted(tmp_path.iterdir()))])
-    printed = capsys.readouterr().out
-    assert "| accuracy | 0.800 ± 2.541 | 0.300 ± 0.000 | 0.500 ± 2.541 |" in printed  # 12.706 x 0.2
-    assert (
-        "p = 0.002," in printed and "+0.500, bootstrap [+0." in printed
-    )  # 10 answers, all one way: 2 / 2^10

@@ -61,7 +61,6 @@ class Config(Setup):
     clip_high: float = HfArg(default=0.2, help="clip of the importance ratio above 1 (M12)")
     minibatches: int = HfArg(default=2, help="optimizer steps per batch, however many sessions it has")
     lr: float = HfArg(default=1e-6, help="learning rate, constant")
-    tis_cap: float = HfArg(default=0.0, help="cap of the weights trainer / engine, say 2; 0: no weights")
     parity_tolerance: float = HfArg(default=0.1, help="mean |engine - trainer| log-prob that ends the run")
     token_budget: int = HfArg(default=16384, help="padded tokens of one forward, in Phi and in the update")
     eval_tasks: int = HfArg(default=0, help="held-out tasks of the offline world, before and after")
@@ -78,7 +77,7 @@ PRESETS = {
     "paper": """--model Qwen/Qwen3.5-4B --engine vllm --max-context 131072 --max-turn-tokens 8192
         --max-response-tokens 16384 --max-summary-tokens 4096 --max-turns 100 --max-subagent-turns 30
         --max-sessions 17 --max-calls 200 --max-parallel-calls 4 --tasks-per-step 16 --group-size 8 --steps 62
-        --token-budget 131072 --tis-cap 2""",
+        --token-budget 131072""",
 }
 
 
@@ -124,12 +123,13 @@ def from_all(items: list) -> list:
 
 
 def shard(model) -> None:
-    """FSDP2: each rank keeps a slice of the float32 weights; on GPUs the layers compute in bfloat16."""
+    """FSDP2: each rank keeps a slice of the float32 weights; on GPUs the layers compute in bfloat16. Weights
+    that were gathered for a forward stay so until the next backward."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()  # else nothing is checkpointed
     dtypes = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else (None, None)
     for module in [*model.base_model.layers, model]:
-        fully_shard(module, mp_policy=MixedPrecisionPolicy(*dtypes))
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(*dtypes), reshard_after_forward=False)
     model.forward_logprobs = partial(phi.forward_logprobs, model)
     register_fsdp_forward_method(model, "forward_logprobs")
 
@@ -185,9 +185,8 @@ def set_advantages(group: list[Trajectory], advantages: list[torch.Tensor]) -> N
 
 def mosaic_credit(group: list[Trajectory], config: Config, model, chat) -> None:
     """M11, an advantage per session."""
-    strengths = (config.rho, config.beta0, config.beta1, config.lam)
-    switches = (config.session_aware, config.shaping)
-    set_advantages(group, mosaic.mosaic_advantage(*columns(group), *strengths, *switches))
+    options = (config.rho, config.beta0, config.beta1, config.lam, config.session_aware, config.shaping)
+    set_advantages(group, mosaic.mosaic_advantage(*columns(group), *options))
 
 
 def broadcast_credit(group: list[Trajectory], config: Config, model, chat) -> None:
@@ -229,9 +228,8 @@ def sampled_logprobs(model, segments: list, config: Config) -> tuple[list, list]
     return phi.token_logprobs(model, ids, wanted, config.token_budget, True, temperature=config.temperature)
 
 
-def token_rows(trajectories: list[Trajectory], config: Config) -> list[list[tuple]]:
-    """Per trajectory its segments, with the engine's log-probs, the old ones of the ratio, advantages and
-    weights, [T] of the sampled tokens each."""
+def token_rows(trajectories: list[Trajectory]) -> list[list[tuple]]:
+    """Per trajectory its segments with old log-probs, advantages and weights, [T] of the sampled tokens."""
     rows = []
     for trajectory in trajectories:
         # M12's denominators are those of the whole batch, taken here, before anything is split.
@@ -240,50 +238,45 @@ def token_rows(trajectories: list[Trajectory], config: Config) -> list[list[tupl
         rows.append([])
         for segment in trajectory.segments:
             lists = (segment.logprobs, segment.advantage, [weight] * len(segment.sampled))
-            engine_T, advantages_T, weights_T = torch.tensor(lists)[:, torch.tensor(segment.sampled)]
-            old_T = engine_T
-            if config.tis_cap > 0:
-                old_T = torch.tensor(segment.fresh)
-                weights_T = weights_T * mosaic.truncated_importance(old_T, engine_T, config.tis_cap)
-            rows[-1].append((segment, engine_T, old_T, advantages_T, weights_T))
+            rows[-1].append((segment, *torch.tensor(lists)[:, torch.tensor(segment.sampled)]))
     return rows
 
 
 def update(model, optimizer, trajectories: list[Trajectory], step: int, config: Config) -> dict:
     """`minibatches` optimizer steps on one batch (M12), which all ranks know whole. -> metrics."""
-    rows = token_rows(trajectories, config)
+    rows = token_rows(trajectories)
     order = random.Random(f"{config.seed} {step}").sample(range(len(rows)), len(rows))
-    nothing = (harness.Segment([0, 0], [False, False]), *torch.zeros(4, 0))
+    nothing = (harness.Segment([0, 0], [False, False]), *torch.zeros(3, 0))
     sums, norms, skipped = Counter(), [], 0
-    for m in range(config.minibatches):
+    n_minibatches = min(config.minibatches, len(rows))
+    for m in range(n_minibatches):
         # Whole trajectories are dealt out: the number of optimizer steps does not depend on sessions.
-        minibatch = [row for i in order[m :: config.minibatches] for row in rows[i]]
+        minibatch = [row for i in order[m::n_minibatches] for row in rows[i]]
         lengths = [len(row[0].token_ids) for row in minibatch]
-        budget = min(config.token_budget, len(lengths) * max(lengths, default=0) // N_RANKS)
+        budget = min(config.token_budget, len(lengths) * max(lengths) // N_RANKS)
         parts = phi.batches_by_length(lengths, budget)
         # critical: micro-batches are as many on every rank, else ranks wait for ever; `nothing` weighs 0.
         parts += [[]] * (-len(parts) % N_RANKS)
         for part in parts[RANK::N_RANKS]:
             segments, *columns = zip(*([minibatch[k] for k in part] or [nothing]))
             logprobs_T, entropy_T = map(torch.cat, sampled_logprobs(model, segments, config))
-            engine_T, *columns = (torch.cat(column).to(model.device) for column in columns)
+            columns = [torch.cat(column).to(model.device) for column in columns]
             loss = mosaic.policy_loss(logprobs_T, *columns, config.clip_low, config.clip_high)
             # A minibatch stands for the whole batch, so its gradient is scaled up to estimate the batch's.
             # critical: FSDP averages gradients over the ranks, and M12 wants their sum.
-            (loss * config.minibatches * N_RANKS).backward()
-            ratio_T = (logprobs_T.detach() - columns[0]).exp()
-            outside = (ratio_T < 1 - config.clip_low) | (ratio_T > 1 + config.clip_high)
-            sums.update(loss=loss.item(), tokens=len(ratio_T), entropy=entropy_T.sum().item())
+            (loss * n_minibatches * N_RANKS).backward()
+            change_T = logprobs_T.detach() - columns[0]
+            outside = (change_T.exp() < 1 - config.clip_low) | (change_T.exp() > 1 + config.clip_high)
+            sums.update(loss=loss.item(), tokens=len(change_T), entropy=entropy_T.sum().item())
             sums["clip_fraction"] += outside.sum().item()
             sums["forwarded"] += sum(len(segment.token_ids) for segment in segments if part)
             if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
-                gap_T = (logprobs_T.detach() - engine_T).abs()
-                sums.update(gap=gap_T.sum().item(), gap_tokens=len(gap_T))
+                sums.update(gap=change_T.abs().sum().item(), gap_tokens=len(change_T))
         gap = sums["gap"] / max(1, sums["gap_tokens"])
         if not gap <= config.parity_tolerance:  # put so that NaN fails too
+            cause = "stale weights or prefix cache, or if it is the first step, other kernels or temperature"
             raise harness.UserError(
-                f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats a token in step {step}: "
-                "stale weights or prefix cache perhaps, or in the first step, other kernels or temperature"
+                f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats: {cause}"
             )
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norms.append((norm.full_tensor() if SHARDED else norm).item())
@@ -292,14 +285,12 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
         else:
             skipped += 1  # a broken minibatch must not spoil the weights of a run of days
         optimizer.zero_grad()
-    parts, sums = from_all([sums]), Counter()
-    for part in parts:
-        sums.update(part)  # critical: not `+`, with which a Counter drops what is negative, as a loss may be
+    all_sums = from_all([sums])
+    sums = {key: sum(part[key] for part in all_sums) for key in sums}
     unique = sum(session.stop - session.start for t in trajectories for session in t.sessions)
     row = {key: sums[key] / sums["tokens"] for key in ("entropy", "clip_fraction")}
     row |= {"loss": sums["loss"], "grad_norm": fmean(norms), "skipped": skipped}
-    row |= {"engine_gap": sums["gap"] / sums["gap_tokens"]}
-    return row | {"forwards_per_token": sums["forwarded"] / unique}  # 1: no context is forwarded twice
+    return row | {"engine_gap": sums["gap"] / sums["gap_tokens"], "forwards": sums["forwarded"] / unique}
 
 
 # ---- The folder of a run -----------------------------------------------------------------------------------
@@ -368,8 +359,8 @@ def train(config: Config) -> None:
     state = {"step": 0}
     if config.resume:
         state = torch.load(folder / "trainer.pt", weights_only=True)
-        full = states.StateDictOptions(full_state_dict=True)
         if state["step"]:
+            full = states.StateDictOptions(full_state_dict=True)
             states.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=full)
         optimizer.param_groups[0]["lr"] = config.lr
         for log, size in state["sizes"].items():  # what came after the checkpoint is written again
@@ -384,8 +375,7 @@ def train(config: Config) -> None:
     for step in bar:
         clock = [time.perf_counter()]
         # Gathered one by one as the engine asks for them: no rank ever holds a second set of weights.
-        named = model.named_parameters()
-        engine.load_weights((name, p.full_tensor() if SHARDED else p) for name, p in named)
+        engine.load_weights((name, p.full_tensor() if SHARDED else p) for name, p in model.named_parameters())
         clock.append(time.perf_counter())
         engine.reseed((config.seed * 1_000_003 + step) * N_RANKS + RANK)
         # A function of the step alone, so that resuming is exact.
@@ -399,15 +389,8 @@ def train(config: Config) -> None:
         # reward None: search or judge was down. Such a trajectory leaves its group, it is not a failure.
         groups = [kept for group in groups if (kept := [t for t in group if t.reward is not None])]
         if SHARDED:  # a forward of all ranks together gathers the weights; then each forwards at its own pace
-            model.set_reshard_after_forward(False)
             phi.answer_logprob(model, [[0]], [[0]])
-        trajectories = [trajectory for group in groups for trajectory in group]
-        if config.tis_cap > 0:
-            segments = [segment for trajectory in trajectories for segment in trajectory.segments]
-            with torch.no_grad():
-                for segment, logprobs_T in zip(segments, sampled_logprobs(model, segments, config)[0]):
-                    segment.fresh = logprobs_T.tolist()
-        score_sessions(model, trajectories, chat, config.token_budget)
+        score_sessions(model, [t for group in groups for t in group], chat, config.token_budget)
         for group in groups:
             _, kinds, gains = columns(group)
             for trajectory, scores_N in zip(group, mosaic.normalise_by_kind(gains, kinds)):
@@ -417,8 +400,6 @@ def train(config: Config) -> None:
         for group in groups:
             ESTIMATORS[config.advantage](group, config, model, chat)
         clock.append(time.perf_counter())
-        if SHARDED:
-            model.set_reshard_after_forward(True)
         groups = from_all(groups)
         trajectories = [trajectory for group in groups for trajectory in group]
         if not trajectories:
