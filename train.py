@@ -274,10 +274,8 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
                 sums.update(gap=change_T.abs().sum().item(), gap_tokens=len(change_T))
         gap = sums["gap"] / max(1, sums["gap_tokens"])
         if not gap <= config.parity_tolerance:  # put so that NaN fails too
-            cause = "stale weights or prefix cache, or if it is the first step, other kernels or temperature"
-            raise harness.UserError(
-                f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats: {cause}"
-            )
+            why = "stale weights or prefix cache, or if it is the first step, other kernels or temperature"
+            raise harness.UserError(f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats: {why}")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norms.append((norm.full_tensor() if SHARDED else norm).item())
         if math.isfinite(norms[-1]):
