@@ -33,7 +33,7 @@ def random_groups():
 
 # The method in plain loops stands in the README, for its readers; the formulas are tested against that.
 LOOPS = {}
-exec(Path(__file__).with_name("README.md").read_text("utf-8").split("```python")[1].split("```")[0], LOOPS)
+exec(Path(__file__).with_name("README.md").read_text("utf-8").split("```python\n")[1].split("```")[0], LOOPS)
 by_hand, z_score = LOOPS["mosaic"], LOOPS["z_score"]
 
 
