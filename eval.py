@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
         if config.compare:
             return compare(config.compare)
         print(json.dumps(evaluate(argv), indent=1))
-    except harness.UserError as error:
+    except (harness.UserError, OSError) as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

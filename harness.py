@@ -713,10 +713,6 @@ class Demonstrator:
 
     chat: Chat
     rng: random.Random
-    waste: float = 0.25  # makes a needless search or visit
-    keep: float = 0.75  # keeps a useful fact in a summary
-    junk: float = 0.5  # fills a spare place of a summary
-    early: float = 0.05  # answers before it knows
 
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
         ids = self.chat.own(self.write(self.chat.decode(token_ids))) + stop[:1]
@@ -734,11 +730,11 @@ class Demonstrator:
         missing, reports = verbs[len(facts) :], "Report." in context
         if re.search(r"(Summarize|Shorter)\.<\|im_end\|>\n<\|im_start\|> *assistant\n$", context):
             return self.summary(facts, [f"{a} {verb} {b}." for (a, verb), b in known.items()])
-        if not missing or (not reports and self.rng.random() < self.early):
+        if not missing or (not reports and self.rng.random() < 0.05):  # answers before it knows
             names = chain[1:] + self.rng.choices(NAMES, k=len(missing))
             return f"<answer>{' '.join(facts) if reports else ', '.join(names)}</answer>"
         tool, argument = "search", f"{chain[-1]} {missing[0]}"
-        if self.rng.random() < self.waste:
+        if self.rng.random() < 0.25:  # a needless search or visit
             other = self.rng.choice([a for a, _ in known] or [start])
             options = [("search", f"{other} {self.rng.choice(VERBS)}"), ("visit", other)]
             tool, argument = self.rng.choice(options)
@@ -749,8 +745,8 @@ class Demonstrator:
         return f"{facts[-1] if facts else ''}<tool_call>{call}</tool_call>"
 
     def summary(self, useful: list[str], seen: list[str]) -> str:
-        kept = [fact for fact in useful if self.rng.random() < self.keep][:3]  # there is room for three
+        kept = [fact for fact in useful if self.rng.random() < 0.75][:3]  # there is room for three
         others = [fact for fact in seen if fact not in useful]
-        while len(kept) < 3 and others and self.rng.random() < self.junk:
+        while len(kept) < 3 and others and self.rng.random() < 0.5:
             kept.append(others.pop(self.rng.randrange(len(others))))
         return " ".join(kept)

@@ -77,14 +77,12 @@ def session_aware_advantage(rewards, counts, rho=0.2, beta0=0.1, beta1=0.2):
     """M4: A_i^sat = (1 - rho u_i) A_i. M5, for a homogeneous group: all succeed, A_i^sat = -beta1 u_i;
     all fail, A_i^sat = beta0 min(u_i, 0), so giving up early is penalised and wandering never rewarded.
     M4's orderings are promised for rewards 0 and 1; graded ones all above 0.5, or none, take M5 as well.
-    rewards [G], counts [G] -> [G]. ValueError: rho outside 0 <= rho < 1; a beta below 0.
+    rewards [G], counts [G] -> [G]. ValueError: rho outside 0 <= rho < 1.
     >>> session_aware_advantage([1, 1, 0, 0], [1, 3, 1, 3])
     tensor([ 1.0392,  0.6928, -1.0392, -0.6928])
     """
     rewards_G, counts_G = _vector(rewards, "rewards"), _vector(counts, "counts")
-    _check(len(counts_G) == len(rewards_G), f"{len(counts_G)} session counts for {len(rewards_G)} rewards")
     _check(0 <= rho < 1, f"rho must be in [0, 1), else it can turn the sign of the outcome; it is {rho}")
-    _check(beta0 >= 0 and beta1 >= 0, f"beta0 and beta1 must not be negative; they are {beta0}, {beta1}")
     success_G = rewards_G > SUCCESS
     u_G = torch.zeros_like(rewards_G)
     # critical: two ranks, not one, else u carries the outcome and the group mean of M4 is not 0.
@@ -145,7 +143,6 @@ def mosaic_advantage(rewards, kinds, gains, rho=0.2, beta0=0.1, beta1=0.2, lam=0
     >>> mosaic_advantage([1, 0], kinds, [[2.0, -0.5, 0.0], [1.0, -0.1, 0.0]])
     [tensor([0.7778, 0.6364, 0.7071]), tensor([-0.7778, -0.6364, -0.7071])]
     """
-    _check(0 <= lam < torch.inf, f"lam must be finite and not negative; it is {lam}")
     base_GN = broadcast_advantage(rewards, kinds)
     if session_aware:
         sat_G = session_aware_advantage(rewards, [len(kinds_N) for kinds_N in kinds], rho, beta0, beta1)

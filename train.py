@@ -12,6 +12,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import sys
 import time
 import zlib
@@ -70,14 +71,13 @@ class Config(Setup):
 
 # A preset is the flags that stand before yours. In tiny contexts, what a summary keeps decides what follows.
 PRESETS = {
-    "toy": """--prompts offline --max-context 220 --max-turn-tokens 24 --max-response-tokens 44
-        --max-summary-tokens 14 --max-turns 14 --max-subagent-turns 3 --max-calls 16 --max-parallel-calls 2
-        --top-k 2 --tasks-per-step 8 --group-size 8 --minibatches 4 --lr 4e-4 --steps 60 --eval-tasks 256
-        --warm-start-steps 500 --parity-tolerance 1e-3""",
+    "toy": """--prompts offline --max-context 220 --max-turn-tokens 24 --max-response-tokens 44 --max-turns 14
+        --max-summary-tokens 14 --max-calls 16 --top-k 2 --tasks-per-step 8 --group-size 8 --minibatches 4
+        --steps 60 --lr 4e-4 --parity-tolerance 1e-3 --eval-tasks 256 --warm-start-steps 500""",
     "paper": """--model Qwen/Qwen3.5-4B --engine vllm --max-context 131072 --max-turn-tokens 8192
         --max-response-tokens 16384 --max-summary-tokens 4096 --max-turns 100 --max-subagent-turns 30
         --max-sessions 17 --max-calls 200 --max-parallel-calls 4 --tasks-per-step 16 --group-size 8 --steps 62
-        --token-budget 131072""",
+        --minibatches 1 --token-budget 131072""",
 }
 
 
@@ -102,7 +102,6 @@ def make_config(argv: list[str]) -> Config:
         ("--model", bool(config.model) or not config.tasks, "a model that can read --tasks"),
         ("--engine vllm", config.engine == "hf" or find_spec("vllm"), "pip install vllm==0.32.0"),
         ("--preset paper", config.preset != "paper" or torch.cuda.is_available(), "a GPU"),
-        ("--parity-tolerance", config.parity_tolerance > 0, "a number above 0"),
     ):
         if not holds:
             raise harness.UserError(f"{flag}: expected {expected}")
@@ -278,10 +277,9 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
             raise harness.UserError(f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats: {why}")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norms.append((norm.full_tensor() if SHARDED else norm).item())
-        if math.isfinite(norms[-1]):
+        skipped += not math.isfinite(norms[-1])
+        if math.isfinite(norms[-1]):  # a broken minibatch must not spoil the weights of a run of days
             optimizer.step()
-        else:
-            skipped += 1  # a broken minibatch must not spoil the weights of a run of days
         optimizer.zero_grad()
     all_sums = from_all([sums])
     sums = {key: sum(part[key] for part in all_sums) for key in sums}
@@ -305,8 +303,8 @@ def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config
     model.save_pretrained(aside, state_dict=weights)
     tokenizer.save_pretrained(aside)
     (aside / "mosaic.json").write_text(json.dumps(vars(config) | {"mode": config.eval_mode}, indent=1))
-    logs = [folder.parent / name for name in ("metrics.jsonl", "trajectories.jsonl")]
-    sizes = {log.name: log.stat().st_size if step else 0 for log in logs}
+    logs = ("metrics.jsonl", "trajectories.jsonl")
+    sizes = {log: (folder.parent / log).stat().st_size if step else 0 for log in logs}
     torch.save({"step": step, "optimizer": adam, "sizes": sizes}, aside / "trainer.pt")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -319,7 +317,7 @@ def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config
 def main(argv: list[str] | None = None) -> None:
     try:
         train(make_config(sys.argv[1:] if argv is None else argv))
-    except harness.UserError as error:
+    except (harness.UserError, OSError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -370,6 +368,8 @@ def train(config: Config) -> None:
         evaluate_held_out("before", start, config)
     steps = range(state["step"], config.steps)
     bar = tqdm(steps, config.out, initial=state["step"], total=config.steps, disable=RANK > 0)
+    broken, stop = 0, []  # a Ctrl-C fills `stop`: the run ends after this step; a second one ends it now
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130) if stop else stop.append(True))
     for step in bar:
         clock = [time.perf_counter()]
         # Gathered one by one as the engine asks for them: no rank ever holds a second set of weights.
@@ -404,6 +404,9 @@ def train(config: Config) -> None:
             raise harness.UserError("search or judge is down: not one rollout of this step has a verdict")
         metrics = update(model, optimizer, trajectories, step, config)
         clock.append(time.perf_counter())
+        broken = broken + 1 if metrics["skipped"] else 0
+        if broken == 3:
+            raise harness.UserError(f"no finite gradient in three steps; {out}/checkpoint is still good")
         wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
         lines = [{"step": step, **describe(trajectory, chat)} for trajectory in trajectories]
         row = {"step": step, **summarise(lines), **metrics}
@@ -417,8 +420,11 @@ def train(config: Config) -> None:
             harness.append_jsonl(out / "trajectories.jsonl", lines)
         speed = row["tokens"] * row["n"] / (clock[-1] - clock[0])
         bar.set_postfix_str(f"reward {row['reward']:.2f} sessions {row['sessions']:.2f} {speed:.0f} tok/s")
-        if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
+        stopped = any(from_all(stop))
+        if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps or stopped:
             save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, step + 1, config)
+        if stopped:
+            raise harness.UserError(f"stopped by Ctrl-C after step {step}; --resume goes on from there")
     evaluate_held_out("after", start, config)
 
 
