@@ -310,7 +310,10 @@ def load_policy(source: str):
         torch.set_num_threads(1)  # on a busy machine, two are several times slower than one
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        options = {"dtype": torch.float32, "output_loading_info": True}
+        model, info = AutoModelForCausalLM.from_pretrained(source, **options)
+        if info["missing_keys"]:  # such weights would be random: a head that is tied in one config only, say
+            raise ValueError(f"without the weights {sorted(info['missing_keys'])}")
         return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
     except (OSError, ValueError) as error:
         first = str(error).split("\n")[0]
@@ -389,6 +392,7 @@ class VLLMEngine:
         gpu = torch.cuda.is_available()
         options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": config.max_context}
         options |= {"logprobs_mode": "processed_logprobs"}  # of what was drawn from, after the temperature
+        options |= {"max_num_batched_tokens": 16384, "mamba_ssm_cache_dtype": "float32"}
         options |= {"dtype": "bfloat16" if gpu else "float32", "enforce_eager": not gpu}
         options |= {"gpu_memory_utilization": config.engine_memory, "enable_sleep_mode": gpu}
         options |= {"kv_cache_memory_bytes": None if gpu else 1 << 29, "async_scheduling": False}

@@ -114,9 +114,10 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
     model.eval()  # critical: in training mode, gradient checkpointing drops the cache, with a mere warning.
     for p, context in sorted(dict(zip(positions, contexts)).items()):
         goal = last if plain else p
-        if walked < goal - 1 and p < last:  # the last probe reads all that is left
-            read(segment_ids[walked:goal], 0, cache)
-            walked = goal - 1
+        # The last probe reads the rest, unless that is long: a mask over a cache has rest x context entries.
+        while walked < goal - 1 and (p < last or goal - walked > 4096):
+            read(segment_ids[walked : min(walked + 4096, goal)], 0, cache)
+            walked = min(walked + 4096, goal) - 1
         # critical: a probe writes recurrent states in place; keys and values are rebound and can be shared.
         kv = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
         fork = copy.deepcopy(cache, {id(tensor): tensor for tensor in kv})

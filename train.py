@@ -102,6 +102,7 @@ def make_config(argv: list[str]) -> Config:
         ("--model", bool(config.model) or not config.tasks, "a model that can read --tasks"),
         ("--engine vllm", config.engine == "hf" or find_spec("vllm"), "pip install vllm==0.32.0"),
         ("--preset paper", config.preset != "paper" or torch.cuda.is_available(), "a GPU"),
+        ("--model", "Qwen3.5" not in config.model or find_spec("fla"), "pip install flash-linear-attention"),
     ):
         if not holds:
             raise harness.UserError(f"{flag}: expected {expected}")
@@ -354,7 +355,7 @@ def train(config: Config) -> None:
     out.mkdir(parents=True, exist_ok=True)
     state = {"step": 0}
     if config.resume:
-        state = torch.load(folder / "trainer.pt", weights_only=True)
+        state = torch.load(folder / "trainer.pt", weights_only=True, mmap=True)
         if state["step"]:
             full = states.StateDictOptions(full_state_dict=True)
             states.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=full)
