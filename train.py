@@ -166,31 +166,22 @@ def warm_start(config: Config) -> str:
     return str(folder)
 
 
-# ---- Credit: an estimator takes one group, its gains known, and gives every token an advantage -------------
-def columns(group: list[Trajectory]) -> tuple[list, list, list]:
-    """Rewards [G], and kinds and gains, G lists [N_i]."""
+# ---- Credit: one group, its gains known, and every token gets an advantage ---------------------------------
+def credit(group: list[Trajectory], config: Config, model, chat) -> None:
+    """Normalised gains (M8), and an advantage for every session and all its tokens: M11, M2 or IGPO's."""
+    rewards = [trajectory.reward for trajectory in group]
     kinds, gains = ([[getattr(s, key) for s in t.sessions] for t in group] for key in ("kind", "gain"))
-    return [trajectory.reward for trajectory in group], kinds, gains
-
-
-def set_advantages(group: list[Trajectory], advantages: list[torch.Tensor]) -> None:
-    """Of G tensors [N_i], to the sessions and all their tokens."""
-    for trajectory, advantages_N in zip(group, advantages):
-        for session, advantage in zip(trajectory.sessions, advantages_N.tolist()):
-            session.advantage = advantage
+    scores, advantages = mosaic.normalise_by_kind(gains, kinds), mosaic.broadcast_advantage(rewards, kinds)
+    if config.advantage == "mosaic":
+        options = (config.rho, config.beta0, config.beta1, config.lam, config.session_aware, config.shaping)
+        advantages = mosaic.mosaic_advantage(rewards, kinds, gains, *options)
+    for trajectory, scores_N, advantages_N in zip(group, scores, advantages):
+        for session, score, advantage in zip(trajectory.sessions, scores_N.tolist(), advantages_N.tolist()):
+            session.normalised, session.advantage = score, advantage
         for segment in trajectory.segments:
             segment.advantage = advantages_N[segment.session].tolist()
-
-
-def mosaic_credit(group: list[Trajectory], config: Config, model, chat) -> None:
-    """M11, an advantage per session."""
-    options = (config.rho, config.beta0, config.beta1, config.lam, config.session_aware, config.shaping)
-    set_advantages(group, mosaic.mosaic_advantage(*columns(group), *options))
-
-
-def broadcast_credit(group: list[Trajectory], config: Config, model, chat) -> None:
-    """M2, the trajectory's advantage for every session."""
-    set_advantages(group, mosaic.broadcast_advantage(*columns(group)[:2]))
+    if config.advantage == "igpo":  # finer than by session: every turn's own, in place of those above
+        igpo_credit(group, config, model, chat)
 
 
 def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> None:
@@ -214,9 +205,6 @@ def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> None:
             if session.kind == "subagent":
                 segments[session.segment].advantage = [segments[index].advantage[merged_at]] * session.stop
             session.advantage = segments[session.segment].advantage[session.stop - 1]  # its last turn's
-
-
-ESTIMATORS = {"mosaic": mosaic_credit, "broadcast": broadcast_credit, "igpo": igpo_credit}
 
 
 # ---- Update ------------------------------------------------------------------------------------------------
@@ -389,14 +377,9 @@ def train(config: Config) -> None:
         if SHARDED:  # a forward of all ranks together gathers the weights; then each forwards at its own pace
             phi.answer_logprob(model, [[0]], [[0]])
         score_sessions(model, [t for group in groups for t in group], chat, config.token_budget)
-        for group in groups:
-            _, kinds, gains = columns(group)
-            for trajectory, scores_N in zip(group, mosaic.normalise_by_kind(gains, kinds)):
-                for session, score in zip(trajectory.sessions, scores_N.tolist()):
-                    session.normalised = score
         clock.append(time.perf_counter())
         for group in groups:
-            ESTIMATORS[config.advantage](group, config, model, chat)
+            credit(group, config, model, chat)
         clock.append(time.perf_counter())
         groups = from_all(groups)
         trajectories = [trajectory for group in groups for trajectory in group]
