@@ -338,34 +338,31 @@ class HFEngine:
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
         """-> (sampled ids, with the stop token at their end; log-probs; "stop" or, without it, "length")."""
         if self.runner is None or self.runner.done():  # drawn, or cancelled with its event loop
-            self.waiting, self.runner = [], asyncio.create_task(self.run_waiting())
+            self.waiting, self.runner = [], asyncio.create_task(self.sample_waiting())
         self.waiting.append((token_ids, max_new_tokens, stop))
         place = len(self.waiting) - 1
         return (await asyncio.shield(self.runner))[place]  # one who is cancelled must not stop the others
 
-    async def run_waiting(self) -> list[tuple]:
+    async def sample_waiting(self) -> list[tuple]:
         for _ in range(100):  # let all others ask too; the event loop is deterministic, so the batches are
             await asyncio.sleep(0)
-        return self.sample(self.waiting)
-
-    @torch.no_grad()
-    def sample(self, requests: list[tuple[list[int], int, list[int]]]) -> list[tuple]:
-        rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in requests]
+        rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in self.waiting]
         tokens = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = pad_sequence([row * 0 + 1 for row in rows], batch_first=True, padding_side="left")
         positions = (mask.cumsum(-1) - 1).clamp(min=0)  # from the first real token, as without the padding
         cache = DynamicCache(config=self.model.config)
-        results = [([], [], "") for _ in requests]
+        results = [([], [], "") for _ in rows]
         while not all(finish for _, _, finish in results):
             inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-            logits_BV = self.model(tokens, logits_to_keep=1, **inputs).logits[:, -1].float()
+            with torch.no_grad():
+                logits_BV = self.model(tokens, logits_to_keep=1, **inputs).logits[:, -1].float()
             logprobs_BV = (logits_BV / (self.temperature or 1.0)).log_softmax(-1)
             tokens = logprobs_BV.argmax(-1, keepdim=True)
             if self.temperature > 0:
                 tokens = torch.multinomial(logprobs_BV.exp(), 1, generator=self.generator)
             drawn = zip(tokens[:, 0].tolist(), logprobs_BV.gather(1, tokens)[:, 0].tolist())
             for i, (token, logprob) in enumerate(drawn):
-                (_, max_new_tokens, stop), (ids, logprobs, finish) = requests[i], results[i]
+                (_, max_new_tokens, stop), (ids, logprobs, finish) = self.waiting[i], results[i]
                 if not finish:
                     ids.append(token)
                     logprobs.append(logprob)
