@@ -718,13 +718,11 @@ class Demonstrator:
 
     def write(self, context: str) -> str:
         start, verbs = QUESTION.search(context).groups()
-        verbs = verbs.split(", ")
         known = {(a, verb): b for a, verb, b in FACT.findall(context)}
-        chain = [start]
-        while len(chain) <= len(verbs) and (chain[-1], verbs[len(chain) - 1]) in known:
-            chain.append(known[chain[-1], verbs[len(chain) - 1]])
-        facts = [f"{a} {verb} {b}." for a, verb, b in zip(chain, verbs, chain[1:])]
-        missing, reports = verbs[len(facts) :], "Report." in context
+        chain, facts, missing, reports = [start], [], verbs.split(", "), "Report." in context
+        while missing and (chain[-1], missing[0]) in known:
+            chain.append(known[chain[-1], missing[0]])
+            facts.append(f"{chain[-2]} {missing.pop(0)} {chain[-1]}.")
         if re.search(r"(Summarize|Shorter)\.<\|im_end\|>\n<\|im_start\|> *assistant\n$", context):
             return self.summary(facts, [f"{a} {verb} {b}." for (a, verb), b in known.items()])
         if not missing or (not reports and self.rng.random() < 0.05):  # answers before it knows
