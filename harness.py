@@ -521,7 +521,7 @@ class Agent:
         segment.append(close[1:] if finish == "stop" else close)
         return ids, finish
 
-    async def react(self, index: int, tools: list[str], max_turns: int) -> tuple[str, str]:
+    async def react(self, index: int, forks: bool, max_turns: int) -> tuple[str, str]:
         """ReAct in one segment. -> (answer, turns, context, truncated or malformed; the answer)."""
         segment = self.trajectory.segments[index]
         for _ in range(max_turns):
@@ -541,7 +541,7 @@ class Agent:
                     return "malformed", ""
             # All calls of a turn at once; their responses in call order, a user turn each.
             room = self.limits.max_response_tokens // len(calls) - len(self.chat.response([]))
-            for text, fork in await asyncio.gather(*[self.call(tools, *call) for call in calls]):
+            for text, fork in await asyncio.gather(*[self.call(forks, *call) for call in calls]):
                 before = (index, len(segment.token_ids))
                 segment.append(self.chat.response(self.chat.foreign(text, room)))
                 if fork is not None:  # M7: its gain is that of merging its result into the main context
@@ -549,12 +549,12 @@ class Agent:
                     self.trajectory.sessions.append(fork)
         return "turns", ""
 
-    async def call(self, tools: list[str], name: str, argument: str) -> tuple[str, Session | None]:
+    async def call(self, forks: bool, name: str, argument: str) -> tuple[str, Session | None]:
         """-> (the response; the subagent's session if there was one)."""
         self.n_calls += 1
         if not name:
             return "Error: malformed call.", None
-        if name not in tools:
+        if name == "delegate" and not forks:
             return "Error: unknown tool.", None
         if self.n_calls > self.limits.max_calls:
             return "Error: no calls left.", None
@@ -566,7 +566,7 @@ class Agent:
         room = self.room - len(self.chat.prompt(self.texts["subagent"], []))
         prompt = self.chat.prompt(self.texts["subagent"], self.chat.foreign(argument, room))
         index, segment = self.open_segment(prompt)
-        why, answer = await self.react(index, ["search", "visit"], self.limits.max_subagent_turns)
+        why, answer = await self.react(index, False, self.limits.max_subagent_turns)
         fork = Session("subagent", index, 0, len(segment.token_ids))
         return (answer if why == "answer" else NO_RESULT), fork
 
@@ -588,8 +588,7 @@ class Agent:
         prompt, turns_left = self.main_prompt([]), limits.max_turns
         while True:
             index, segment = self.open_segment(prompt)
-            tools = ["search", "visit"] + ["delegate"] * self.forks
-            trajectory.stop, trajectory.answer = await self.react(index, tools, turns_left)
+            trajectory.stop, trajectory.answer = await self.react(index, self.forks, turns_left)
             turns_left -= len(segment.turns)
             end = len(segment.token_ids)
             trajectory.sessions.append(Session("normal", index, 0, end, (index, len(prompt)), (index, end)))
