@@ -231,14 +231,13 @@ def token_rows(trajectories: list[Trajectory]) -> list[list[tuple]]:
 
 def update(model, optimizer, trajectories: list[Trajectory], step: int, config: Config) -> dict:
     """`minibatches` optimizer steps on one batch (M12), which all ranks know whole. -> metrics."""
-    rows = token_rows(trajectories)
-    order = random.Random(f"{config.seed} {step}").sample(range(len(rows)), len(rows))
+    rows = random.Random(f"{config.seed} {step}").sample(token_rows(trajectories), len(trajectories))
     nothing = (harness.Segment([0, 0], [False, False]), *torch.zeros(3, 0))
     sums, norms, skipped = Counter(), [], 0
     n_minibatches = min(config.minibatches, len(rows))
     for m in range(n_minibatches):
         # Whole trajectories are dealt out: the number of optimizer steps does not depend on sessions.
-        minibatch = [row for i in order[m::n_minibatches] for row in rows[i]]
+        minibatch = [row for of_trajectory in rows[m::n_minibatches] for row in of_trajectory]
         lengths = [len(row[0].token_ids) for row in minibatch]
         budget = min(config.token_budget, len(lengths) * max(lengths) // N_RANKS)
         parts = phi.batches_by_length(lengths, budget)
