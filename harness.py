@@ -258,10 +258,9 @@ class Chat:
         name, render = tokenizer.name_or_path, partial(tokenizer.apply_chat_template, tokenize=False)
         if tokenizer.chat_template is None:
             raise UserError(f"{name}: expected a tokenizer with a chat template, found none")
-        marks = ("@@system@@", "@@question@@", "@@turn@@", "@@next@@")
         roles = ("system", "user", "assistant", "user")
-        turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
-        pieces = re.split("|".join(marks), render(turns))
+        turns = [{"role": role, "content": f"@@{n}@@"} for n, role in enumerate(roles)]
+        pieces = re.split(r"@@\d@@", render(turns))
         short, opened = render(turns[:2]), render(turns[:2], add_generation_prompt=True)
         alike = len(pieces) == 5 and opened.startswith(short) and pieces[3].startswith(pieces[4])
         if not alike or not pieces[4]:
