@@ -58,7 +58,6 @@ class Segment:
         self.token_ids += ids
         self.sampled += [logprobs is not None] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
-        self.advantage += [0.0] * len(ids)
 
 
 @dataclass
