@@ -321,10 +321,8 @@ class HFEngine:
     def __init__(self, model, config: Setup, temperature: float):
         self.model, self.temperature = model, temperature  # temperature 0: greedy
         self.generator = torch.Generator(model.device)
+        self.reseed = self.generator.manual_seed
         self.waiting, self.runner = [], None
-
-    def reseed(self, seed: int) -> None:
-        self.generator.manual_seed(seed)
 
     @torch.no_grad()
     def load_weights(self, named_tensors) -> None:
@@ -398,10 +396,8 @@ class VLLMEngine:
         fixed = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "ignore_eos": True}
         self.params = partial(SamplingParams, **fixed, output_kind=RequestOutputKind.FINAL_ONLY)
         self.temperature, self.seeds = temperature, random.Random(0)
+        self.reseed = self.seeds.seed
         self.count, self.waiting = 0, {}  # requests so far; id -> None, what was drawn, or an error
-
-    def reseed(self, seed: int) -> None:
-        self.seeds.seed(seed)
 
     def sleep(self) -> None:
         if torch.cuda.is_available():  # leave the GPU to the update, until the next `load_weights`
