@@ -19,7 +19,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -397,7 +397,7 @@ class VLLMEngine:
         self.params = partial(SamplingParams, **fixed, output_kind=RequestOutputKind.FINAL_ONLY)
         self.temperature, self.seeds = temperature, random.Random(0)
         self.reseed = self.seeds.seed
-        self.count, self.waiting = 0, {}  # requests so far; id -> None, what was drawn, or an error
+        self.ids, self.waiting = map(str, count()), {}  # of requests; id -> None, what was drawn, or an error
 
     def sleep(self) -> None:
         if torch.cuda.is_available():  # leave the GPU to the update, until the next `load_weights`
@@ -417,8 +417,7 @@ class VLLMEngine:
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
         options = {"temperature": self.temperature, "seed": self.seeds.getrandbits(63)}
         params = self.params(max_tokens=max_new_tokens, stop_token_ids=stop, **options)
-        self.count += 1
-        name = str(self.count)
+        name = next(self.ids)
         self.core.add_request(name, {"type": "token", "prompt_token_ids": token_ids}, params)
         self.waiting[name] = None
         try:
