@@ -20,7 +20,7 @@ from transformers.hf_argparser import HfArg
 import harness
 import mosaic
 import phi
-from harness import Limits, Setup, Trajectory
+from harness import Limits, Setup, Trajectory, expect
 
 
 # ---- Rollouts and what their sessions are worth ------------------------------------------------------------
@@ -171,8 +171,7 @@ def evaluate(argv: list[str]) -> dict:
     out.unlink(missing_ok=True)
     harness.append_jsonl(out, rows)
     scored = [row for row in rows if row["reward"] is not None]
-    if not scored:
-        raise harness.UserError("search or judge is down: not one question has a verdict")
+    expect(scored, "search or judge is down: not one question has a verdict")
     summary = {"decoding": decoding, "seed": config.seed, "file": str(out), **summarise(scored)}
     # The 95 % Wilson interval of a proportion.
     n, p, z = len(scored), summary["accuracy"], 1.96

@@ -99,6 +99,11 @@ class UserError(ValueError):
     """What was asked for cannot be done: its sentence says why, and the programs end with it."""
 
 
+def expect(condition, sentence: str) -> None:
+    if not condition:
+        raise UserError(sentence)
+
+
 @dataclass
 class Limits:
     """Mode and budgets of a trajectory. The fields are flags of train.py and eval.py."""
@@ -159,8 +164,7 @@ def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[s
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         needs = " with a unique id and texts " + ", ".join(required) if required else ""
         raise UserError(f"{where}: expected a JSON object a line{needs}, in UTF-8; found {error!r}") from None
-    if not rows:
-        raise UserError(f"{path}: expected at least one line with a JSON object, found none")
+    expect(rows, f"{path}: expected at least one line with a JSON object, found none")
     return rows
 
 
@@ -255,8 +259,7 @@ class Chat:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         name, render = tokenizer.name_or_path, partial(tokenizer.apply_chat_template, tokenize=False)
-        if tokenizer.chat_template is None:
-            raise UserError(f"{name}: expected a tokenizer with a chat template, found none")
+        expect(tokenizer.chat_template, f"{name}: expected a tokenizer with a chat template, found none")
         roles = ("system", "user", "assistant", "user")
         turns = [{"role": role, "content": f"@@{n}@@"} for n, role in enumerate(roles)]
         pieces = re.split(r"@@\d@@", render(turns))
@@ -612,8 +615,7 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     `Corpus` of the task's documents. judge: `async (task, answer) -> reward`. Both raise ConnectionError
     where they stay down through all retries: then there is no reward."""
     limits = replace(limits or Limits(), **({"mode": mode} if mode else {}))
-    if tools is None and not task.docs:
-        raise UserError(f"task {task.id!r}: expected tools, or documents of its own to search in")
+    expect(tools or task.docs, f"task {task.id!r}: expected tools, or documents of its own to search in")
     chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer)
     agent = Agent(task, engine, chat, limits, tools or Corpus(task.docs, limits.top_k))
     trajectory = agent.trajectory

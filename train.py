@@ -36,7 +36,7 @@ import harness
 import mosaic
 import phi
 from eval import describe, evaluate, potentials_at, roll_out, score_sessions, summarise
-from harness import Limits, Setup, Trajectory
+from harness import Limits, Setup, Trajectory, expect
 
 
 # ---- Config ------------------------------------------------------------------------------------------------
@@ -103,8 +103,7 @@ def make_config(argv: list[str]) -> Config:
         ("--engine vllm", config.engine == "hf" or find_spec("vllm"), "pip install vllm==0.32.0"),
         ("--preset paper", config.preset != "paper" or torch.cuda.is_available(), "a GPU"),
     ):
-        if not holds:
-            raise harness.UserError(f"{flag}: expected {expected}")
+        expect(holds, f"{flag}: expected {expected}")
     return config
 
 
@@ -317,8 +316,7 @@ def train(config: Config) -> None:
     out = Path(config.out)
     # The old one is what a kill between the two renames of save_checkpoint leaves.
     folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
-    if config.resume and not folder.exists():
-        raise harness.UserError(f"--resume: expected a checkpoint in {out}, found none")
+    expect(folder.exists() or not config.resume, f"--resume: expected a checkpoint in {out}, found none")
     if not config.resume and (out / "metrics.jsonl").exists():
         raise harness.UserError(f"--out {out}: expected no run there, found one: --resume it or name another")
     tasks, tools = harness.offline_tasks(2000, config.seed), None
@@ -382,13 +380,11 @@ def train(config: Config) -> None:
         clock.append(time.perf_counter())
         groups = from_all(groups)
         trajectories = [trajectory for group in groups for trajectory in group]
-        if not trajectories:
-            raise harness.UserError("search or judge is down: not one rollout of this step has a verdict")
+        expect(trajectories, "search or judge is down: not one rollout of this step has a verdict")
         metrics = update(model, optimizer, trajectories, step, config)
         clock.append(time.perf_counter())
         broken = broken + 1 if metrics["skipped"] else 0
-        if broken == 3:
-            raise harness.UserError(f"no finite gradient in three steps; {out}/checkpoint is still good")
+        expect(broken < 3, f"no finite gradient in three steps; {out}/checkpoint is still good")
         wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
         lines = [{"step": step, **describe(trajectory, chat)} for trajectory in trajectories]
         row = {"step": step, **summarise(lines), **metrics}
