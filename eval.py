@@ -20,7 +20,7 @@ from transformers.hf_argparser import HfArg
 import harness
 import mosaic
 import phi
-from harness import Limits, Setup, Trajectory
+from harness import Limits, Setup, Trajectory, expect
 
 
 # ---- Rollouts and what their sessions are worth ------------------------------------------------------------
@@ -28,12 +28,11 @@ def roll_out(tasks: list, engine, chat, limits: Limits, tools=None, progress: st
     """One rollout per task, all at once; `progress` names the bar that counts them."""
 
     async def all_of_them():
-        with tqdm(total=len(tasks), desc=progress, leave=False, disable=not progress) as bar:
-            rollouts = [harness.rollout(task, engine, chat, limits=limits, tools=tools) for task in tasks]
-            jobs = list(map(asyncio.create_task, rollouts))
-            for job in jobs:
-                job.add_done_callback(lambda _: bar.update())
-            return await asyncio.gather(*jobs)
+        rollouts = [harness.rollout(task, engine, chat, limits=limits, tools=tools) for task in tasks]
+        jobs, quiet = list(map(asyncio.create_task, rollouts)), not progress
+        for job in tqdm(asyncio.as_completed(jobs), progress, len(jobs), leave=False, disable=quiet):
+            await job
+        return [job.result() for job in jobs]
 
     return asyncio.run(all_of_them())
 
@@ -174,8 +173,7 @@ def evaluate(argv: list[str]) -> dict:
     out.unlink(missing_ok=True)
     harness.append_jsonl(out, rows)
     scored = [row for row in rows if row["reward"] is not None]
-    if not scored:
-        raise harness.UserError("search or judge is down: not one question has a verdict")
+    expect(scored, "search or judge is down: not one question has a verdict")
     summary = {"decoding": decoding, "seed": config.seed, "file": str(out), **summarise(scored)}
     # The 95 % Wilson interval of a proportion.
     n, p, z = len(scored), summary["accuracy"], 1.96

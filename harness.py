@@ -19,7 +19,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -58,7 +58,6 @@ class Segment:
         self.token_ids += ids
         self.sampled += [logprobs is not None] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
-        self.advantage += [0.0] * len(ids)
 
 
 @dataclass
@@ -98,6 +97,11 @@ TOOLS = {"search": "query", "visit": "id", "delegate": "task"}  # each tool and 
 
 class UserError(ValueError):
     """What was asked for cannot be done: its sentence says why, and the programs end with it."""
+
+
+def expect(condition, sentence: str) -> None:
+    if not condition:
+        raise UserError(sentence)
 
 
 @dataclass
@@ -160,8 +164,7 @@ def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[s
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         needs = " with a unique id and texts " + ", ".join(required) if required else ""
         raise UserError(f"{where}: expected a JSON object a line{needs}, in UTF-8; found {error!r}") from None
-    if not rows:
-        raise UserError(f"{path}: expected at least one line with a JSON object, found none")
+    expect(rows, f"{path}: expected at least one line with a JSON object, found none")
     return rows
 
 
@@ -256,12 +259,10 @@ class Chat:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         name, render = tokenizer.name_or_path, partial(tokenizer.apply_chat_template, tokenize=False)
-        if tokenizer.chat_template is None:
-            raise UserError(f"{name}: expected a tokenizer with a chat template, found none")
-        marks = ("@@system@@", "@@question@@", "@@turn@@", "@@next@@")
+        expect(tokenizer.chat_template, f"{name}: expected a tokenizer with a chat template, found none")
         roles = ("system", "user", "assistant", "user")
-        turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
-        pieces = re.split("|".join(marks), render(turns))
+        turns = [{"role": role, "content": f"@@{n}@@"} for n, role in enumerate(roles)]
+        pieces = re.split(r"@@\d@@", render(turns))
         short, opened = render(turns[:2]), render(turns[:2], add_generation_prompt=True)
         alike = len(pieces) == 5 and opened.startswith(short) and pieces[3].startswith(pieces[4])
         if not alike or not pieces[4]:
@@ -326,10 +327,8 @@ class HFEngine:
     def __init__(self, model, config: Setup, temperature: float):
         self.model, self.temperature = model, temperature  # temperature 0: greedy
         self.generator = torch.Generator(model.device)
+        self.reseed = self.generator.manual_seed
         self.waiting, self.runner = [], None
-
-    def reseed(self, seed: int) -> None:
-        self.generator.manual_seed(seed)
 
     @torch.no_grad()
     def load_weights(self, named_tensors) -> None:
@@ -341,34 +340,31 @@ class HFEngine:
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
         """-> (sampled ids, with the stop token at their end; log-probs; "stop" or, without it, "length")."""
         if self.runner is None or self.runner.done():  # drawn, or cancelled with its event loop
-            self.waiting, self.runner = [], asyncio.create_task(self.run_waiting())
+            self.waiting, self.runner = [], asyncio.create_task(self.sample_waiting())
         self.waiting.append((token_ids, max_new_tokens, stop))
         place = len(self.waiting) - 1
         return (await asyncio.shield(self.runner))[place]  # one who is cancelled must not stop the others
 
-    async def run_waiting(self) -> list[tuple]:
+    async def sample_waiting(self) -> list[tuple]:
         for _ in range(100):  # let all others ask too; the event loop is deterministic, so the batches are
             await asyncio.sleep(0)
-        return self.sample(self.waiting)
-
-    @torch.no_grad()
-    def sample(self, requests: list[tuple[list[int], int, list[int]]]) -> list[tuple]:
-        rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in requests]
+        rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in self.waiting]
         tokens = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = pad_sequence([row * 0 + 1 for row in rows], batch_first=True, padding_side="left")
         positions = (mask.cumsum(-1) - 1).clamp(min=0)  # from the first real token, as without the padding
         cache = DynamicCache(config=self.model.config)
-        results = [([], [], "") for _ in requests]
+        results = [([], [], "") for _ in rows]
         while not all(finish for _, _, finish in results):
             inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-            logits_BV = self.model(tokens, logits_to_keep=1, **inputs).logits[:, -1].float()
+            with torch.no_grad():
+                logits_BV = self.model(tokens, logits_to_keep=1, **inputs).logits[:, -1].float()
             logprobs_BV = (logits_BV / (self.temperature or 1.0)).log_softmax(-1)
             tokens = logprobs_BV.argmax(-1, keepdim=True)
             if self.temperature > 0:
                 tokens = torch.multinomial(logprobs_BV.exp(), 1, generator=self.generator)
             drawn = zip(tokens[:, 0].tolist(), logprobs_BV.gather(1, tokens)[:, 0].tolist())
             for i, (token, logprob) in enumerate(drawn):
-                (_, max_new_tokens, stop), (ids, logprobs, finish) = requests[i], results[i]
+                (_, max_new_tokens, stop), (ids, logprobs, finish) = self.waiting[i], results[i]
                 if not finish:
                     ids.append(token)
                     logprobs.append(logprob)
@@ -407,10 +403,8 @@ class VLLMEngine:
         fixed = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "ignore_eos": True}
         self.params = partial(SamplingParams, **fixed, output_kind=RequestOutputKind.FINAL_ONLY)
         self.temperature, self.seeds = temperature, random.Random(0)
-        self.count, self.waiting = 0, {}  # requests so far; id -> None, what was drawn, or an error
-
-    def reseed(self, seed: int) -> None:
-        self.seeds.seed(seed)
+        self.reseed = self.seeds.seed
+        self.ids, self.waiting = map(str, count()), {}  # of requests; id -> None, what was drawn, or an error
 
     def sleep(self) -> None:
         if torch.cuda.is_available():  # leave the GPU to the update, until the next `load_weights`
@@ -430,8 +424,7 @@ class VLLMEngine:
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
         options = {"temperature": self.temperature, "seed": self.seeds.getrandbits(63)}
         params = self.params(max_tokens=max_new_tokens, stop_token_ids=stop, **options)
-        self.count += 1
-        name = str(self.count)
+        name = next(self.ids)
         self.core.add_request(name, {"type": "token", "prompt_token_ids": token_ids}, params)
         self.waiting[name] = None
         try:
@@ -528,7 +521,7 @@ class Agent:
         segment.append(close[1:] if finish == "stop" else close)
         return ids, finish
 
-    async def react(self, index: int, tools: list[str], max_turns: int) -> tuple[str, str]:
+    async def react(self, index: int, forks: bool, max_turns: int) -> tuple[str, str]:
         """ReAct in one segment. -> (answer, turns, context, truncated or malformed; the answer)."""
         segment = self.trajectory.segments[index]
         for _ in range(max_turns):
@@ -548,7 +541,7 @@ class Agent:
                     return "malformed", ""
             # All calls of a turn at once; their responses in call order, a user turn each.
             room = self.limits.max_response_tokens // len(calls) - len(self.chat.response([]))
-            for text, fork in await asyncio.gather(*[self.call(tools, *call) for call in calls]):
+            for text, fork in await asyncio.gather(*[self.call(forks, *call) for call in calls]):
                 before = (index, len(segment.token_ids))
                 segment.append(self.chat.response(self.chat.foreign(text, room)))
                 if fork is not None:  # M7: its gain is that of merging its result into the main context
@@ -556,12 +549,12 @@ class Agent:
                     self.trajectory.sessions.append(fork)
         return "turns", ""
 
-    async def call(self, tools: list[str], name: str, argument: str) -> tuple[str, Session | None]:
+    async def call(self, forks: bool, name: str, argument: str) -> tuple[str, Session | None]:
         """-> (the response; the subagent's session if there was one)."""
         self.n_calls += 1
         if not name:
             return "Error: malformed call.", None
-        if name not in tools:
+        if name == "delegate" and not forks:
             return "Error: unknown tool.", None
         if self.n_calls > self.limits.max_calls:
             return "Error: no calls left.", None
@@ -573,7 +566,7 @@ class Agent:
         room = self.room - len(self.chat.prompt(self.texts["subagent"], []))
         prompt = self.chat.prompt(self.texts["subagent"], self.chat.foreign(argument, room))
         index, segment = self.open_segment(prompt)
-        why, answer = await self.react(index, ["search", "visit"], self.limits.max_subagent_turns)
+        why, answer = await self.react(index, False, self.limits.max_subagent_turns)
         fork = Session("subagent", index, 0, len(segment.token_ids))
         return (answer if why == "answer" else NO_RESULT), fork
 
@@ -595,8 +588,7 @@ class Agent:
         prompt, turns_left = self.main_prompt([]), limits.max_turns
         while True:
             index, segment = self.open_segment(prompt)
-            tools = ["search", "visit"] + ["delegate"] * self.forks
-            trajectory.stop, trajectory.answer = await self.react(index, tools, turns_left)
+            trajectory.stop, trajectory.answer = await self.react(index, self.forks, turns_left)
             turns_left -= len(segment.turns)
             end = len(segment.token_ids)
             trajectory.sessions.append(Session("normal", index, 0, end, (index, len(prompt)), (index, end)))
@@ -627,8 +619,7 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     `Corpus` of the task's documents. judge: `async (task, answer) -> reward`. Both raise ConnectionError
     where they stay down through all retries: then there is no reward."""
     limits = replace(limits or Limits(), **({"mode": mode} if mode else {}))
-    if tools is None and not task.docs:
-        raise UserError(f"task {task.id!r}: expected tools, or documents of its own to search in")
+    expect(tools or task.docs, f"task {task.id!r}: expected tools, or documents of its own to search in")
     chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer)
     agent = Agent(task, engine, chat, limits, tools or Corpus(task.docs, limits.top_k))
     trajectory = agent.trajectory
@@ -725,13 +716,11 @@ class Demonstrator:
 
     def write(self, context: str) -> str:
         start, verbs = QUESTION.search(context).groups()
-        verbs = verbs.split(", ")
         known = {(a, verb): b for a, verb, b in FACT.findall(context)}
-        chain = [start]
-        while len(chain) <= len(verbs) and (chain[-1], verbs[len(chain) - 1]) in known:
-            chain.append(known[chain[-1], verbs[len(chain) - 1]])
-        facts = [f"{a} {verb} {b}." for a, verb, b in zip(chain, verbs, chain[1:])]
-        missing, reports = verbs[len(facts) :], "Report." in context
+        chain, facts, missing, reports = [start], [], verbs.split(", "), "Report." in context
+        while missing and (chain[-1], missing[0]) in known:
+            chain.append(known[chain[-1], missing[0]])
+            facts.append(f"{chain[-2]} {missing.pop(0)} {chain[-1]}.")
         if re.search(r"(Summarize|Shorter)\.<\|im_end\|>\n<\|im_start\|> *assistant\n$", context):
             return self.summary(facts, [f"{a} {verb} {b}." for (a, verb), b in known.items()])
         if not missing or (not reports and self.rng.random() < 0.05):  # answers before it knows

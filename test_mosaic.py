@@ -98,10 +98,6 @@ def lm(request):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def naive_logits(lm, ids):
-    return lm(torch.tensor([ids])).logits[0, :-1].float()
-
-
 @pytest.mark.parametrize("forward_tokens", [0, 64, 10**6])  # all walks, a mixture, all rows
 def test_phi_in_rows_and_in_walks(lm, monkeypatch, forward_tokens):
     monkeypatch.setattr(phi, "FORWARD_TOKENS", forward_tokens)
@@ -113,7 +109,7 @@ def test_phi_in_rows_and_in_walks(lm, monkeypatch, forward_tokens):
     got = phi.potentials(lm, requests, CUE, token_budget=400)
     lm.gradient_checkpointing_disable()
     for value, (ids, p, answer) in zip(got, requests):
-        logp = naive_logits(lm, ids[:p] + CUE + answer).log_softmax(-1)[-len(answer) :]
+        logp = lm(torch.tensor([ids[:p] + CUE + answer])).logits[0, :-1].log_softmax(-1)[-len(answer) :]
         assert value == pytest.approx(logp[range(len(answer)), answer].mean().item(), abs=1e-5)
     with pytest.raises(ValueError):
         phi.potentials(lm, [(IDS, 301, ANSWER)], CUE)
@@ -127,7 +123,7 @@ def test_token_logprobs_their_gradient_and_entropy(lm, token_budget):
     logps, entropies = phi.token_logprobs(lm, sequences, wanted, **options)
     loss, naive_loss = 0.0, 0.0
     for ids, mask, logps_M, entropies_M in zip(sequences, wanted, logps, entropies):
-        logits = naive_logits(lm, ids)[mask] / 0.7
+        logits = lm(torch.tensor([ids])).logits[0, :-1][mask] / 0.7
         naive = logits.log_softmax(-1)[range(sum(mask)), torch.tensor(ids[1:])[mask]]
         close(logps_M, naive, atol=1e-5, rtol=1e-5)
         entropy = torch.distributions.Categorical(logits=logits).entropy() if any(mask) else entropies_M
@@ -248,7 +244,7 @@ def test_every_token_has_an_advantage_and_every_trajectory_one_vote(mode):
     config, model = train.make_config(["--mode", mode]), harness.offline_model(len(CHAT.tokenizer), 0)
     group = evaluation.roll_out([TASK] * 4, harness.Demonstrator(CHAT, random.Random(1)), CHAT, config)
     evaluation.score_sessions(model, group, CHAT)
-    for credit in train.ESTIMATORS.values():
-        credit(group, config, model, CHAT)
+    for config.advantage in ("mosaic", "broadcast", "igpo"):
+        train.credit(group, config, model, CHAT)
         for columns in train.token_rows(group):
             assert sum(weights_T.sum().item() for *_, weights_T in columns) == pytest.approx(1 / 4)

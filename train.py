@@ -36,7 +36,7 @@ import harness
 import mosaic
 import phi
 from eval import describe, evaluate, potentials_at, roll_out, score_sessions, summarise
-from harness import Limits, Setup, Trajectory
+from harness import Limits, Setup, Trajectory, expect
 
 
 # ---- Config ------------------------------------------------------------------------------------------------
@@ -104,8 +104,7 @@ def make_config(argv: list[str]) -> Config:
         ("--preset paper", config.preset != "paper" or torch.cuda.is_available(), "a GPU"),
         ("--model", "Qwen3.5" not in config.model or find_spec("fla"), "pip install flash-linear-attention"),
     ):
-        if not holds:
-            raise harness.UserError(f"{flag}: expected {expected}")
+        expect(holds, f"{flag}: expected {expected}")
     return config
 
 
@@ -167,31 +166,22 @@ def warm_start(config: Config) -> str:
     return str(folder)
 
 
-# ---- Credit: an estimator takes one group, its gains known, and gives every token an advantage -------------
-def columns(group: list[Trajectory]) -> tuple[list, list, list]:
-    """Rewards [G], and kinds and gains, G lists [N_i]."""
+# ---- Credit: one group, its gains known, and every token gets an advantage ---------------------------------
+def credit(group: list[Trajectory], config: Config, model, chat) -> None:
+    """Normalised gains (M8), and an advantage for every session and all its tokens: M11, M2 or IGPO's."""
+    rewards = [trajectory.reward for trajectory in group]
     kinds, gains = ([[getattr(s, key) for s in t.sessions] for t in group] for key in ("kind", "gain"))
-    return [trajectory.reward for trajectory in group], kinds, gains
-
-
-def set_advantages(group: list[Trajectory], advantages: list[torch.Tensor]) -> None:
-    """Of G tensors [N_i], to the sessions and all their tokens."""
-    for trajectory, advantages_N in zip(group, advantages):
-        for session, advantage in zip(trajectory.sessions, advantages_N.tolist()):
-            session.advantage = advantage
+    scores, advantages = mosaic.normalise_by_kind(gains, kinds), mosaic.broadcast_advantage(rewards, kinds)
+    if config.advantage == "mosaic":
+        options = (config.rho, config.beta0, config.beta1, config.lam, config.session_aware, config.shaping)
+        advantages = mosaic.mosaic_advantage(rewards, kinds, gains, *options)
+    for trajectory, scores_N, advantages_N in zip(group, scores, advantages):
+        for session, score, advantage in zip(trajectory.sessions, scores_N.tolist(), advantages_N.tolist()):
+            session.normalised, session.advantage = score, advantage
         for segment in trajectory.segments:
             segment.advantage = advantages_N[segment.session].tolist()
-
-
-def mosaic_credit(group: list[Trajectory], config: Config, model, chat) -> None:
-    """M11, an advantage per session."""
-    options = (config.rho, config.beta0, config.beta1, config.lam, config.session_aware, config.shaping)
-    set_advantages(group, mosaic.mosaic_advantage(*columns(group), *options))
-
-
-def broadcast_credit(group: list[Trajectory], config: Config, model, chat) -> None:
-    """M2, the trajectory's advantage for every session."""
-    set_advantages(group, mosaic.broadcast_advantage(*columns(group)[:2]))
+    if config.advantage == "igpo":  # finer than by session: every turn's own, in place of those above
+        igpo_credit(group, config, model, chat)
 
 
 def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> None:
@@ -215,9 +205,6 @@ def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> None:
             if session.kind == "subagent":
                 segments[session.segment].advantage = [segments[index].advantage[merged_at]] * session.stop
             session.advantage = segments[session.segment].advantage[session.stop - 1]  # its last turn's
-
-
-ESTIMATORS = {"mosaic": mosaic_credit, "broadcast": broadcast_credit, "igpo": igpo_credit}
 
 
 # ---- Update ------------------------------------------------------------------------------------------------
@@ -244,14 +231,13 @@ def token_rows(trajectories: list[Trajectory]) -> list[list[tuple]]:
 
 def update(model, optimizer, trajectories: list[Trajectory], step: int, config: Config) -> dict:
     """`minibatches` optimizer steps on one batch (M12), which all ranks know whole. -> metrics."""
-    rows = token_rows(trajectories)
-    order = random.Random(f"{config.seed} {step}").sample(range(len(rows)), len(rows))
+    rows = random.Random(f"{config.seed} {step}").sample(token_rows(trajectories), len(trajectories))
     nothing = (harness.Segment([0, 0], [False, False]), *torch.zeros(3, 0))
     sums, norms, skipped = Counter(), [], 0
     n_minibatches = min(config.minibatches, len(rows))
     for m in range(n_minibatches):
         # Whole trajectories are dealt out: the number of optimizer steps does not depend on sessions.
-        minibatch = [row for i in order[m::n_minibatches] for row in rows[i]]
+        minibatch = [row for of_trajectory in rows[m::n_minibatches] for row in of_trajectory]
         lengths = [len(row[0].token_ids) for row in minibatch]
         budget = min(config.token_budget, len(lengths) * max(lengths) // N_RANKS)
         parts = phi.batches_by_length(lengths, budget)
@@ -331,8 +317,7 @@ def train(config: Config) -> None:
     out = Path(config.out)
     # The old one is what a kill between the two renames of save_checkpoint leaves.
     folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
-    if config.resume and not folder.exists():
-        raise harness.UserError(f"--resume: expected a checkpoint in {out}, found none")
+    expect(folder.exists() or not config.resume, f"--resume: expected a checkpoint in {out}, found none")
     if not config.resume and (out / "metrics.jsonl").exists():
         raise harness.UserError(f"--out {out}: expected no run there, found one: --resume it or name another")
     tasks, tools = harness.offline_tasks(2000, config.seed), None
@@ -390,24 +375,17 @@ def train(config: Config) -> None:
         if SHARDED:  # a forward of all ranks together gathers the weights; then each forwards at its own pace
             phi.answer_logprob(model, [[0]], [[0]])
         score_sessions(model, [t for group in groups for t in group], chat, config.token_budget)
-        for group in groups:
-            _, kinds, gains = columns(group)
-            for trajectory, scores_N in zip(group, mosaic.normalise_by_kind(gains, kinds)):
-                for session, score in zip(trajectory.sessions, scores_N.tolist()):
-                    session.normalised = score
         clock.append(time.perf_counter())
         for group in groups:
-            ESTIMATORS[config.advantage](group, config, model, chat)
+            credit(group, config, model, chat)
         clock.append(time.perf_counter())
         groups = from_all(groups)
         trajectories = [trajectory for group in groups for trajectory in group]
-        if not trajectories:
-            raise harness.UserError("search or judge is down: not one rollout of this step has a verdict")
+        expect(trajectories, "search or judge is down: not one rollout of this step has a verdict")
         metrics = update(model, optimizer, trajectories, step, config)
         clock.append(time.perf_counter())
         broken = broken + 1 if metrics["skipped"] else 0
-        if broken == 3:
-            raise harness.UserError(f"no finite gradient in three steps; {out}/checkpoint is still good")
+        expect(broken < 3, f"no finite gradient in three steps; {out}/checkpoint is still good")
         wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
         lines = [{"step": step, **describe(trajectory, chat)} for trajectory in trajectories]
         row = {"step": step, **summarise(lines), **metrics}
