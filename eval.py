@@ -26,12 +26,12 @@ from harness import Limits, Trajectory
 
 
 # ---- Rollouts and what their sessions are worth ------------------------------------------------------------
-def roll_out(tasks: list, engine, chat, limits: Limits, tools=None, progress: str = "") -> list[Trajectory]:
-    """One rollout per task, all at once; `progress` names the bar that counts them."""
+def roll_out(tasks: list, engine, chat, limits: Limits, world=(), progress: str = "") -> list[Trajectory]:
+    """One rollout per task, all at once, with world (tools, judge); `progress` names the bar."""
 
     async def all_of_them():
         with tqdm(total=len(tasks), desc=progress, leave=False, disable=not progress) as bar:
-            rollouts = [harness.rollout(task, engine, chat, limits=limits, tools=tools) for task in tasks]
+            rollouts = [harness.rollout(task, engine, chat, "", limits, *world) for task in tasks]
             jobs = list(map(asyncio.create_task, rollouts))
             for job in jobs:
                 job.add_done_callback(lambda _: bar.update())
@@ -236,7 +236,9 @@ class Config(Limits):
     model: str = HfArg(default="", help="folder or hub id of the policy")
     frozen: str = HfArg(default="", help="the policy that scores the gains; empty: --model")
     tasks: str = HfArg(default="", help="JSONL file of tasks; empty: held-out tasks of the offline world")
-    corpus: str = HfArg(default="", help="JSONL file or folder of documents to search for --tasks")
+    corpus: str = HfArg(default="", help="JSONL file or folder of documents to search; empty: the web")
+    search_url: str = HfArg(default="", help="address of Search-R1's /retrieve, to search instead of the web")
+    judge_model: str = HfArg(default="", help="judge at API_BASE; empty: deepseek-v4-flash if that is set")
     n: int = HfArg(default=512, help="held-out tasks of the offline world")
     seed: int = HfArg(default=0, help="seed of the sampling")
     temperature: float = HfArg(default=1.0, help="sampling temperature")
@@ -256,12 +258,11 @@ def evaluate(argv: list[str]) -> dict:
         of_the_run = json.loads(saved.read_text())
         keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
         config = harness.parse_flags(Config, [f"--{key}={of_the_run[key]}" for key in keys] + argv, __doc__)
-    if not config.model or bool(config.tasks) != bool(config.corpus):
-        raise harness.UserError("expected --model, and --tasks and --corpus both or neither")
-    tasks, tools = harness.offline_tasks(config.n, 0, "held-out"), None
+    if not config.model:
+        raise harness.UserError("--model: expected the model to evaluate")
+    tasks, world = harness.offline_tasks(config.n, 0, "held-out"), harness.open_world(config)
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
-        tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
     temperature = 0.0 if config.greedy else config.temperature
     decoding = "sampled" if temperature > 0 else "greedy"
     beside = Path(config.model) if Path(config.model).is_dir() else Path()
@@ -271,7 +272,7 @@ def evaluate(argv: list[str]) -> dict:
     chat = harness.Chat(tokenizer)
     engine = harness.HFEngine(model, chat.close[0], temperature, config.seed)
     frozen = harness.load_policy(config.frozen)[0] if config.frozen else model
-    trajectories = roll_out(tasks, engine, chat, config, tools, decoding)
+    trajectories = roll_out(tasks, engine, chat, config, world, decoding)
     score_sessions(frozen, [t for t in trajectories if t.reward is not None], chat)
     rows = [describe(trajectory, chat) for trajectory in trajectories]
     out.unlink(missing_ok=True)

@@ -44,7 +44,9 @@ class Config(Limits):
     model: str = HfArg(default="", help="folder or hub id of the policy; empty: the tiny offline one")
     engine: Literal["hf", "vllm"] = HfArg(default="hf", help="what generates")
     tasks: str = HfArg(default="", help="JSONL file of tasks; empty: the offline world")
-    corpus: str = HfArg(default="", help="JSONL file or folder of documents to search for --tasks")
+    corpus: str = HfArg(default="", help="JSONL file or folder of documents to search; empty: the web")
+    search_url: str = HfArg(default="", help="address of Search-R1's /retrieve, to search instead of the web")
+    judge_model: str = HfArg(default="", help="judge at API_BASE; empty: deepseek-v4-flash if that is set")
     steps: int = HfArg(default=50, help="steps: a batch of rollouts and its updates each")
     seed: int = HfArg(default=0, help="seed of tasks, sampling and minibatches")
     out: str = HfArg(default="", help="folder of the run; empty: runs/MODE-ADVANTAGE-SEED")
@@ -97,7 +99,6 @@ def make_config(argv: list[str]) -> Config:
         ("--minibatches", 1 <= config.minibatches <= n_trajectories, "1 to the trajectories of a step"),
         ("--compact-at", 0 < config.compact_at <= 1, "a part of the context, 0 < f <= 1"),
         ("--temperature", config.temperature > 0, "a number above 0"),
-        ("--tasks, --corpus", bool(config.tasks) == bool(config.corpus), "both or neither"),
         ("--model", bool(config.model) or not config.tasks, "a model that can read --tasks"),
         ("--reference", config.reference == "task" or config.advantage != "igpo", "task for igpo"),
         ("--engine", config.engine == "hf", "hf; vllm is not built yet"),
@@ -284,11 +285,10 @@ def train(config: Config) -> None:
         raise harness.UserError(f"--resume: expected a checkpoint in {out}, found none")
     if not config.resume and (out / "metrics.jsonl").exists():
         raise harness.UserError(f"--out {out}: expected no run there, found one: --resume it or name another")
-    tasks, tools = harness.offline_tasks(2000, config.seed), None
+    tasks, world = harness.offline_tasks(2000, config.seed), harness.open_world(config)
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
         random.Random(config.seed).shuffle(tasks)
-        tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
     start = config.model or warm_start(config)
     model, tokenizer = harness.load_policy(str(folder) if config.resume else start)
     chat = harness.Chat(tokenizer)
@@ -316,7 +316,7 @@ def train(config: Config) -> None:
         # A function of the step alone, so that resuming is exact.
         places = range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step)
         batch = [tasks[k % len(tasks)] for k in places for _ in range(config.group_size)]
-        rolled = roll_out(batch, engine, chat, config, tools)
+        rolled = roll_out(batch, engine, chat, config, world)
         clock.append(time.perf_counter())
         groups = [rolled[g : g + config.group_size] for g in range(0, len(rolled), config.group_size)]
         # reward None: search or judge was down. Such a trajectory leaves its group, it is not a failure.
