@@ -24,11 +24,11 @@ from harness import Limits, Setup, Trajectory, expect
 
 
 # ---- Rollouts and what their sessions are worth ------------------------------------------------------------
-def roll_out(tasks: list, engine, chat, limits: Limits, tools=None, progress: str = "") -> list[Trajectory]:
-    """One rollout per task, all at once; `progress` names the bar that counts them."""
+def roll_out(tasks: list, engine, chat, limits: Limits, world=(), progress: str = "") -> list[Trajectory]:
+    """One rollout per task, all at once, with world (tools, judge); `progress` names the bar."""
 
     async def all_of_them():
-        rollouts = [harness.rollout(task, engine, chat, limits=limits, tools=tools) for task in tasks]
+        rollouts = [harness.rollout(task, engine, chat, "", limits, *world) for task in tasks]
         jobs, quiet = list(map(asyncio.create_task, rollouts)), not progress
         for job in tqdm(asyncio.as_completed(jobs), progress, len(jobs), leave=False, disable=quiet):
             await job
@@ -148,12 +148,11 @@ def evaluate(argv: list[str]) -> dict:
         of_the_run = json.loads(saved.read_text())
         keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
         config = harness.parse_flags(Config, [f"--{key}={of_the_run[key]}" for key in keys] + argv, __doc__)
-    if not config.model or bool(config.tasks) != bool(config.corpus):
-        raise harness.UserError("expected --model, and --tasks and --corpus both or neither")
-    tasks, tools = harness.offline_tasks(config.n, 0, "held-out"), None
+    if not config.model:
+        raise harness.UserError("--model: expected the model to evaluate")
+    tasks, world = harness.offline_tasks(config.n, 0, "held-out"), harness.open_world(config)
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
-        tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
     temperature = 0.0 if config.greedy else config.temperature
     decoding = "sampled" if temperature > 0 else "greedy"
     beside = Path(config.model) if Path(config.model).is_dir() else Path()
@@ -165,7 +164,7 @@ def evaluate(argv: list[str]) -> dict:
     engine.load_weights(model.named_parameters())
     engine.reseed(config.seed)
     frozen = harness.load_policy(config.frozen)[0] if config.frozen else model
-    trajectories = roll_out(tasks, engine, chat, config, tools, decoding)
+    trajectories = roll_out(tasks, engine, chat, config, world, decoding)
     if config.engine == "vllm":
         engine.sleep()
     score_sessions(frozen, [t for t in trajectories if t.reward is not None], chat)

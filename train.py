@@ -98,7 +98,6 @@ def make_config(argv: list[str]) -> Config:
         ("--minibatches", 1 <= config.minibatches <= n_trajectories, "1 to the trajectories of a step"),
         ("--compact-at", 0 < config.compact_at <= 1, "a part of the context, 0 < f <= 1"),
         ("--temperature", config.temperature > 0, "a number above 0"),
-        ("--tasks, --corpus", bool(config.tasks) == bool(config.corpus), "both or neither"),
         ("--model", bool(config.model) or not config.tasks, "a model that can read --tasks"),
         ("--engine vllm", config.engine == "hf" or find_spec("vllm"), "pip install vllm==0.32.0"),
         ("--preset paper", config.preset != "paper" or torch.cuda.is_available(), "a GPU"),
@@ -320,11 +319,10 @@ def train(config: Config) -> None:
     expect(folder.exists() or not config.resume, f"--resume: expected a checkpoint in {out}, found none")
     if not config.resume and (out / "metrics.jsonl").exists():
         raise harness.UserError(f"--out {out}: expected no run there, found one: --resume it or name another")
-    tasks, tools = harness.offline_tasks(2000, config.seed), None
+    tasks, world = harness.offline_tasks(2000, config.seed), harness.open_world(config)
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
         random.Random(config.seed).shuffle(tasks)
-        tools = harness.Corpus(harness.load_corpus(config.corpus), config.top_k)
     start = config.model or from_all([warm_start(config)] if RANK == 0 else [])[0]
     source = str(folder) if config.resume else start
     model, tokenizer = harness.load_policy(source)
@@ -365,7 +363,7 @@ def train(config: Config) -> None:
         # A function of the step alone, so that resuming is exact.
         places = range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step)
         mine = [tasks[k % len(tasks)] for k in places[RANK::N_RANKS] for _ in range(config.group_size)]
-        rolled = roll_out(mine, engine, chat, config, tools)
+        rolled = roll_out(mine, engine, chat, config, world)
         if config.engine == "vllm":
             engine.sleep()
         clock.append(time.perf_counter())
