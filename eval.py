@@ -1,8 +1,7 @@
-"""Evaluation: held-out accuracy, what the sessions were worth, trajectories to read, runs to compare.
+"""Evaluation: held-out accuracy, what the sessions were worth, and trajectories to read.
 Left out on purpose: pass@k, majority votes, the scorers of other benchmarks.
     python eval.py --model runs/compaction-mosaic-0/checkpoint            # sampled; or --greedy
     python eval.py --show runs/compaction-mosaic-0/trajectories.jsonl     # the credit of each session
-    python eval.py --compare RUN_A RUN_B                                  # two runs, question by question
 """
 
 import asyncio
@@ -91,7 +90,7 @@ def summarise(rows: list[dict]) -> dict:
     return {**figures, "stops": dict(Counter(row["stop"] for row in rows))}
 
 
-# ---- Reading and comparing ---------------------------------------------------------------------------------
+# ---- Reading ---------------------------------------------------------------------------------------------
 def show(path: str, n: int) -> None:
     """Print the last n trajectories of a file, session by session with their credit."""
     credit = "Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats, {normalised:+.2f} in its kind"
@@ -107,25 +106,6 @@ def show(path: str, n: int) -> None:
             print("      | " + session["text"].strip().replace("\n", "\n      | "))
 
 
-def compare(paths: list[str]) -> None:
-    """The figures of two runs and an exact McNemar test; for many runs and seeds see README.md's study.py."""
-    runs = []
-    for path in map(Path, paths):
-        lines = harness.read_jsonl(path / "after-sampled.jsonl" if path.is_dir() else path)
-        runs.append([row for _, row in lines if row.get("reward") is not None and "question" in row])
-    if len(runs) != 2 or not all(runs):
-        raise harness.UserError("--compare: expected two folders of runs, or two files that eval.py wrote")
-    first, second = map(summarise, runs)
-    for key in first:
-        print(f"{key:<24} {first[key]!s:<24} {second[key]}")
-    wins = [{(row["id"], row["question"]): row["reward"] > mosaic.SUCCESS for row in rows} for rows in runs]
-    gaps = [wins[0][question] - wins[1][question] for question in wins[0].keys() & wins[1].keys()]
-    n, rarer = sum(map(abs, gaps)), min(gaps.count(1), gaps.count(-1))
-    p_value = min(1.0, 2 * sum(math.comb(n, k) for k in range(rarer + 1)) / 2**n)
-    print(f"of {len(gaps)} questions {n} are right in one only, {rarer} of them the rarer way; ", end="")
-    print(f"McNemar's exact p = {p_value:.2g}, for these checkpoints and not for their seeds")
-
-
 # ---- The program -------------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Config(Setup):
@@ -137,7 +117,6 @@ class Config(Setup):
     out: str = HfArg(default="", help="file for a line a question; empty: in the model's folder")
     show: str = HfArg(default="", help="print the last trajectories of this file and do nothing else")
     last: int = HfArg(default=1, help="how many of them")
-    compare: list[str] = HfArg(default_factory=list, help="compare these two runs and do nothing else")
 
 
 def evaluate(argv: list[str]) -> dict:
@@ -187,8 +166,6 @@ def main(argv: list[str] | None = None) -> None:
         config = harness.parse_flags(Config, argv, __doc__)
         if config.show:
             return show(config.show, config.last)
-        if config.compare:
-            return compare(config.compare)
         print(json.dumps(evaluate(argv), indent=1))
     except (harness.UserError, OSError) as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
