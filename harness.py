@@ -329,15 +329,15 @@ class Web:
 
 def open_world(config) -> tuple:
     """(tools, judge) by the flags and the environment. UserError: flags clash, or a key is missing."""
-    places = [place for place in (config.corpus, config.search_url) if place]
-    if len(places) > 1 or ((places or config.judge_model) and not config.tasks):
-        raise UserError("--corpus or --search-url (not both), --judge-model: expected them with --tasks only")
+    places, judged = config.corpus or config.search_url, config.judge_model or os.environ.get("API_BASE")
+    clash = (config.corpus and config.search_url) or ((places or config.judge_model) and not config.tasks)
+    expect(not clash, "--corpus or --search-url (not both), --judge-model: expected them with --tasks only")
     if not config.tasks:
         return None, exact_match
-    web, judged = Web(config), bool(config.judge_model or os.environ.get("API_BASE"))
-    keys = ["SERPER_KEY_ID", "JINA_API_KEYS"] * (not places) + ["API_BASE", "API_KEY"] * judged
-    if missing := [key for key in keys if not os.environ.get(key)]:
-        raise UserError(f"{', '.join(missing)}: expected in the environment for --tasks by web and judge")
+    keys = ["SERPER_KEY_ID", "JINA_API_KEYS"] * (not places) + ["API_BASE", "API_KEY"] * bool(judged)
+    missing = [key for key in keys if not os.environ.get(key)]
+    expect(not missing, f"{', '.join(missing)}: expected in the environment for --tasks by web and judge")
+    web = Web(config)
     tools = Corpus(load_corpus(config.corpus), config.top_k) if config.corpus else web
     return tools, web.judge if judged else exact_match
 
