@@ -96,8 +96,8 @@ def show(path: str, n: int) -> None:
     """Print the last n trajectories of a file, session by session with their credit."""
     credit = "Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats, {normalised:+.2f} in its kind"
     for where, row in harness.read_jsonl(path)[-n:]:
-        if not {"question", "sessions"} <= row.keys():
-            raise harness.UserError(f"--show {where}: expected a trajectory, as in trajectories.jsonl")
+        whole = {"question", "sessions"} <= row.keys()
+        expect(whole, f"--show {where}: expected a trajectory, as in trajectories.jsonl")
         print("=" * 100, where, sep="\n")
         for key in ("question", "reference", "answer", "reward", "stop"):
             print(f"{key + ':':<11}{row[key]}")
@@ -143,13 +143,12 @@ class Config(Setup):
 def evaluate(argv: list[str]) -> dict:
     """One rollout per task, and a line for each in --out. -> their summary."""
     config = harness.parse_flags(Config, argv, __doc__)
+    expect(config.model, "--model: expected the model to evaluate")
     saved = Path(config.model) / "mosaic.json"
-    if config.model and saved.exists():
+    if saved.exists():
         of_the_run = json.loads(saved.read_text())
         keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
         config = harness.parse_flags(Config, [f"--{key}={of_the_run[key]}" for key in keys] + argv, __doc__)
-    if not config.model:
-        raise harness.UserError("--model: expected the model to evaluate")
     tasks, world = harness.offline_tasks(config.n, 0, "held-out"), harness.open_world(config)
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)

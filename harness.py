@@ -383,9 +383,8 @@ class Chat:
         turns = [{"role": role, "content": f"@@{n}@@"} for n, role in enumerate(roles)]
         pieces = re.split(r"@@\d@@", render(turns))
         short, opened = render(turns[:2]), render(turns[:2], add_generation_prompt=True)
-        alike = len(pieces) == 5 and opened.startswith(short) and pieces[3].startswith(pieces[4])
-        if not alike or not pieces[4]:
-            raise UserError(f"{name}: expected a chat template that shows turns in order and ends all alike")
+        good = len(pieces) == 5 and pieces[4] and opened.startswith(short) and pieces[3].startswith(pieces[4])
+        expect(good, f"{name}: expected a chat template that shows turns in order and ends all alike")
         self.head = pieces[:2]  # the text before the system prompt, and between it and the question
         self.close = self.own(pieces[4])
         self.user_open = self.own(pieces[3].removeprefix(pieces[4]))
@@ -613,12 +612,11 @@ class Agent:
             prompt = len(self.main_prompt(chat.own(self.texts["summary"]))) + limits.max_summary_tokens
         part = limits.compact_at if self.compacts else 1.0
         self.room = int(limits.max_context * part) - reserve
-        if prompt > self.room:
-            need = math.ceil((prompt + reserve) / part)
-            raise UserError(f"--max-context {limits.max_context}: expected {need} for task {task.id!r}")
-        need = limits.max_parallel_calls * (len(chat.response([])) + 8)
-        if need > limits.max_response_tokens:
-            raise UserError(f"--max-response-tokens: expected {need} for --max-parallel-calls of them")
+        need = math.ceil((prompt + reserve) / part)
+        sentence = f"--max-context {limits.max_context}: expected {need} for task {task.id!r}"
+        expect(prompt <= self.room, sentence)
+        need, got = limits.max_parallel_calls * (len(chat.response([])) + 8), limits.max_response_tokens
+        expect(need <= got, f"--max-response-tokens: expected {need} for --max-parallel-calls of them")
 
     def main_prompt(self, summary: list[int]) -> list[int]:
         question = self.chat.foreign(self.trajectory.task.question)

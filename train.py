@@ -258,9 +258,9 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
             if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
                 sums.update(gap=change_T.abs().sum().item(), gap_tokens=len(change_T))
         gap = sums["gap"] / max(1, sums["gap_tokens"])
-        if not gap <= config.parity_tolerance:  # put so that NaN fails too
-            why = "stale weights or prefix cache, or if it is the first step, other kernels or temperature"
-            raise harness.UserError(f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats: {why}")
+        why = "stale weights or prefix cache, or if it is the first step, other kernels or temperature"
+        why = f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats: {why}"
+        expect(gap <= config.parity_tolerance, why)  # put so that NaN fails too
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norms.append((norm.full_tensor() if SHARDED else norm).item())
         skipped += not math.isfinite(norms[-1])
@@ -400,8 +400,7 @@ def train(config: Config) -> None:
         stopped = any(from_all(stop))
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps or stopped:
             save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, step + 1, config)
-        if stopped:
-            raise harness.UserError(f"stopped by Ctrl-C after step {step}; --resume goes on from there")
+        expect(not stopped, f"stopped by Ctrl-C after step {step}; --resume goes on from there")
     evaluate_held_out("after", start, config)
 
 
