@@ -146,11 +146,7 @@ class Setup(Limits):
 
 def parse_flags(config, argv: list[str], text: str):
     """argv -> a dataclass whose fields are flags."""
-    parser = HfArgumentParser(config, description=text)
-    flags, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    if unknown:
-        raise UserError(f"{unknown[0]}: expected a flag that --help names")
-    return flags
+    return config(**vars(HfArgumentParser(config, description=text).parse_args(argv)))
 
 
 # ---- Tasks and corpora -------------------------------------------------------------------------------------
