@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
-from tqdm import tqdm
+from tqdm.asyncio import tqdm
 from transformers.hf_argparser import HfArg
 
 import harness
@@ -29,10 +29,8 @@ def roll_out(tasks: list, engine, chat, limits: Limits, world=(), progress: str 
 
     async def all_of_them():
         rollouts = [harness.rollout(task, engine, chat, "", limits, *world) for task in tasks]
-        jobs, quiet = list(map(asyncio.create_task, rollouts)), not progress
-        for job in tqdm(asyncio.as_completed(jobs), progress, len(jobs), leave=False, disable=quiet):
-            await job
-        return [job.result() for job in jobs]
+        jobs = map(asyncio.create_task, rollouts)  # here, since gather starts them in any order
+        return await tqdm.gather(*jobs, desc=progress, leave=False, disable=not progress)
 
     return asyncio.run(all_of_them())
 
