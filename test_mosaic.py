@@ -134,18 +134,15 @@ def test_token_logprobs_their_gradient_and_entropy(lm, token_budget):
 
 
 # ---- harness.py --------------------------------------------------------------------------------------------
-def qwen_chat():  # a byte-level BPE, some added tokens of which are not special; a template like Qwen3.5's
-    core = tokenizers.ByteLevelBPETokenizer()
-    core.train_from_iterator([harness.RESEARCH, "<|im_start|><|im_end|></think>"] * 3, vocab_size=600)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core._tokenizer, eos_token="<|im_end|>")
-    tokenizer.add_tokens("oXo <|im_start|> <tool_call> </tool_response> <think> </think>".split())
-    refusal = "{% if messages[-1].role == 'system' %}{{ raise_exception('no user turn') }}{% endif %}"
-    template = CHAT.tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n")
-    tokenizer.chat_template = refusal + template.replace("m.content", "m.content | trim")
-    return harness.Chat(tokenizer)
-
-
-QWEN = qwen_chat()
+# A byte-level BPE, some added tokens of which are not special; a template like Qwen3.5's.
+core = tokenizers.ByteLevelBPETokenizer()
+core.train_from_iterator([harness.RESEARCH, "<|im_start|><|im_end|></think>"] * 3, vocab_size=600)
+tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core._tokenizer, eos_token="<|im_end|>")
+tokenizer.add_tokens("oXo <|im_start|> <tool_call> </tool_response> <think> </think>".split())
+refusal = "{% if messages[-1].role == 'system' %}{{ raise_exception('no user turn') }}{% endif %}"
+template = CHAT.tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n")
+tokenizer.chat_template = refusal + template.replace("m.content", "m.content | trim")
+QWEN = harness.Chat(tokenizer)
 TASK, MODES = harness.offline_tasks(1, 0)[0], ["single", "compaction", "subagent", "both"]
 CALL = '<tool_call>{"name": "%s", "arguments": {"%s": "%s"}}</tool_call>'
 
