@@ -22,7 +22,6 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 import torch
@@ -209,8 +208,7 @@ def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> None:
 # ---- Update ------------------------------------------------------------------------------------------------
 def sampled_logprobs(model, segments: list, config: Config) -> tuple[list, list]:
     """(log-probs, entropies) of the tokens of each segment that the policy sampled."""
-    ids = [segment.token_ids for segment in segments]
-    wanted = [segment.sampled[1:] for segment in segments]
+    ids, wanted = zip(*[(segment.token_ids, segment.sampled[1:]) for segment in segments])
     return phi.token_logprobs(model, ids, wanted, config.token_budget, True, temperature=config.temperature)
 
 
@@ -232,7 +230,7 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
     """`minibatches` optimizer steps on one batch (M12), which all ranks know whole. -> metrics."""
     rows = random.Random(f"{config.seed} {step}").sample(token_rows(trajectories), len(trajectories))
     nothing = (harness.Segment([0, 0], [False, False]), *torch.zeros(3, 0))
-    sums, norms, skipped = Counter(), [], 0
+    sums, norms = Counter(), []
     n_minibatches = min(config.minibatches, len(rows))
     for m in range(n_minibatches):
         # Whole trajectories are dealt out: the number of optimizer steps does not depend on sessions.
@@ -263,7 +261,6 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
         expect(gap <= config.parity_tolerance, why)  # put so that NaN fails too
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norms.append((norm.full_tensor() if SHARDED else norm).item())
-        skipped += not math.isfinite(norms[-1])
         if math.isfinite(norms[-1]):  # a broken minibatch must not spoil the weights of a run of days
             optimizer.step()
         optimizer.zero_grad()
@@ -271,7 +268,8 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
     sums = {key: sum(part[key] for part in all_sums) for key in sums}
     unique = sum(session.stop - session.start for t in trajectories for session in t.sessions)
     row = {key: sums[key] / sums["tokens"] for key in ("entropy", "clip_fraction")}
-    row |= {"loss": sums["loss"], "grad_norm": fmean(norms), "skipped": skipped}
+    skipped = len(norms) - sum(map(math.isfinite, norms))
+    row |= {"loss": sums["loss"], "grad_norm": sum(norms) / len(norms), "skipped": skipped}
     return row | {"engine_gap": sums["gap"] / sums["gap_tokens"], "forwards": sums["forwarded"] / unique}
 
 
