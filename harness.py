@@ -709,13 +709,12 @@ class Agent:
             if not (full and self.compacts and self.n_sessions + 2 <= limits.max_sessions):
                 return
             summary = await self.compact(segment)
-            session = Session("compact", index, end, len(segment.token_ids), before=(index, end))
-            trajectory.sessions.append(session)
+            trajectory.sessions.append(Session("compact", index, end, len(segment.token_ids), (index, end)))
             if summary is None:
                 trajectory.stop = "truncated"
                 return
             prompt = self.main_prompt(self.chat.own(self.texts["summary"]) + summary)
-            session.after = (len(trajectory.segments), len(prompt))
+            trajectory.sessions[-1].after = (len(trajectory.segments), len(prompt))
 
 
 async def exact_match(task: Task, answer: str) -> float:
