@@ -20,7 +20,7 @@ from transformers.hf_argparser import HfArg
 import harness
 import mosaic
 import phi
-from harness import Limits, Setup, Trajectory, expect
+from harness import Limits, Setup, Trajectory, expect, load_tasks, offline_tasks
 
 
 # ---- Rollouts and what their sessions are worth ------------------------------------------------------------
@@ -147,9 +147,8 @@ def evaluate(argv: list[str]) -> dict:
         of_the_run = json.loads(saved.read_text())
         keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
         config = harness.parse_flags(Config, [f"--{key}={of_the_run[key]}" for key in keys] + argv, __doc__)
-    tasks, world = harness.offline_tasks(config.n, 0, "held-out"), harness.open_world(config)
-    if config.tasks:
-        tasks = harness.load_tasks(config.tasks)
+    world = harness.open_world(config)
+    tasks = load_tasks(config.tasks) if config.tasks else offline_tasks(config.n, 0, "held-out")
     temperature = 0.0 if config.greedy else config.temperature
     decoding = "sampled" if temperature > 0 else "greedy"
     beside = Path(config.model) if Path(config.model).is_dir() else Path()
