@@ -160,7 +160,7 @@ def decrypt(row: dict) -> dict:
 def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
     """("file:line", object) of each line, or row of BrowseComp's CSV. UserError names one that is no object,
     lacks one of the `required` texts or repeats an id."""
-    rows, ids, where, encrypted = [], set(), path, str(path).endswith(".csv")
+    rows, where, encrypted = {}, path, str(path).endswith(".csv")
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
         for n, line in enumerate(csv.DictReader(lines) if encrypted else lines, 1 + encrypted):
@@ -169,16 +169,15 @@ def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[s
                 row = decrypt(line) if encrypted else dict(json.loads(line))
                 if "problem" in row:  # as BrowseComp and REDSearcher call it
                     row["question"] = row["problem"]
-                id = str(row.get("id", where))
-                if not all(row[key].strip() for key in required) or (required and id in ids):
+                id = str(row.get("id", where)) if required else where
+                if not all(row[key].strip() for key in required) or id in rows:
                     raise ValueError("an empty text or the id of another line")
-                rows.append((where, row))
-                ids.add(id)
+                rows[id] = (where, row)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, csv.Error) as error:
         needs = " with a unique id and texts " + ", ".join(required) if required else ""
         raise UserError(f"{where}: expected a JSON object a line{needs}, in UTF-8; found {error!r}") from None
     expect(rows, f"{path}: expected at least one line with a JSON object, found none")
-    return rows
+    return list(rows.values())
 
 
 def append_jsonl(path: Path, rows: list[dict]) -> None:
@@ -198,10 +197,9 @@ def load_corpus(path: str) -> dict[str, str]:
         rows = [row for _, row in read_jsonl(path, ("id", "text"))]
         return {row["id"]: f"{row.get('title') or ''}\n{row['text']}".strip() for row in rows}
     files = sorted(file for file in Path(path).rglob("*") if file.suffix in (".txt", ".md"))
-    texts = {str(file.relative_to(path)): file.read_text("utf-8", "replace").strip() for file in files}
-    if not any(texts.values()):
-        raise UserError(f"{path}: expected a folder with .txt or .md files that hold text, found none")
-    return {id: text for id, text in texts.items() if text}
+    docs = {str(file.relative_to(path)): file.read_text("utf-8", "replace").strip() for file in files}
+    expect(any(docs.values()), f"{path}: expected a folder with .txt or .md files that hold text, found none")
+    return {id: text for id, text in docs.items() if text}
 
 
 class Corpus:
