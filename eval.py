@@ -12,7 +12,6 @@ import math
 import sys
 from collections import Counter
 from pathlib import Path
-from statistics import fmean
 
 from tqdm.asyncio import tqdm
 from transformers.hf_argparser import HfArg
@@ -69,7 +68,7 @@ def summarise(rows: list[dict]) -> dict:
     """Figures of described trajectories that have a reward; None where there is none. Gains: nats a token."""
 
     def average(values) -> float | None:
-        return fmean(values) if (values := list(values)) else None
+        return sum(values) / len(values) if (values := list(values)) else None
 
     wins = [row for row in rows if row["reward"] > mosaic.SUCCESS]
     losses = [row for row in rows if row["reward"] <= mosaic.SUCCESS]
