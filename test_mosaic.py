@@ -121,15 +121,14 @@ def test_token_logprobs_their_gradient_and_entropy(lm, token_budget):
     wanted = [[True] * 59, [False], [t % 3 > 0 for t in range(64)]]
     options = {"token_budget": token_budget, "with_entropy": True, "chunk": 17, "temperature": 0.7}
     logps, entropies = phi.token_logprobs(lm, sequences, wanted, **options)
-    loss, naive_loss = 0.0, 0.0
-    for ids, mask, logps_M, entropies_M in zip(sequences, wanted, logps, entropies):
-        logits = lm(torch.tensor([ids])).logits[0, :-1][mask] / 0.7
-        naive = logits.log_softmax(-1)[range(sum(mask)), torch.tensor(ids[1:])[mask]]
-        close(logps_M, naive, atol=1e-5, rtol=1e-5)
-        entropy = torch.distributions.Categorical(logits=logits).entropy() if any(mask) else entropies_M
-        close(entropies_M, entropy.detach(), atol=1e-5, rtol=1e-5)
-        loss, naive_loss = loss + logps_M.square().sum(), naive_loss + naive.square().sum()
-    for a, b in zip(*(torch.autograd.grad(x, list(lm.parameters())) for x in (loss, naive_loss))):
+    assert list(map(len, logps)) == list(map(len, entropies)) == list(map(sum, wanted))
+    rows = [lm(torch.tensor([ids])).logits[0, :-1][mask] / 0.7 for ids, mask in zip(sequences, wanted)]
+    targets = torch.cat([torch.tensor(ids[1:])[mask] for ids, mask in zip(sequences, wanted)])
+    naive = torch.distributions.Categorical(logits=torch.cat(rows))
+    both = torch.cat(logps), naive.log_prob(targets)
+    close(*both, atol=1e-5, rtol=1e-5)
+    close(torch.cat(entropies), naive.entropy().detach(), atol=1e-5, rtol=1e-5)
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), list(lm.parameters())) for x in both)):
         close(a, b, atol=2e-5 * max(1, b.abs().max().item()), rtol=1e-4)
 
 
