@@ -543,12 +543,11 @@ class VLLMEngine:
             while not self.waiting[name]:
                 await asyncio.sleep(0)  # all rollouts go on, and their next requests join the next step
                 if name == next(iter(self.waiting)):  # the first one steps the engine, for all of them
-                    try:
-                        for output in self.core.step():
-                            self.waiting[output.request_id] = output.outputs[0]
-                    except Exception as error:  # whatever it is, everyone who waits has to hear of it
-                        self.core.abort_request([*self.waiting])
-                        self.waiting = dict.fromkeys(self.waiting, error)
+                    for output in self.core.step():
+                        self.waiting[output.request_id] = output.outputs[0]
+        except Exception as error:  # whatever it is, everyone who waits has to hear of it
+            self.core.abort_request([*self.waiting])
+            self.waiting = dict.fromkeys(self.waiting, error)
         finally:
             drawn = self.waiting.pop(name)
             if not drawn:  # this rollout was cancelled
