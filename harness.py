@@ -418,7 +418,7 @@ class Chat:
 
 # ---- Engines -----------------------------------------------------------------------------------------------
 def load_policy(source: str):
-    """(model in float32, tokenizer) of a folder or hub id. UserError: they cannot be loaded."""
+    """(model in float32, Chat of its tokenizer) of a folder or hub id. UserError: they cannot be loaded."""
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # on a busy machine, two are several times slower than one
     try:
@@ -427,10 +427,10 @@ def load_policy(source: str):
         model, info = AutoModelForCausalLM.from_pretrained(source, **options)
         if info["missing_keys"]:  # such weights would be random: a head that is tied in one config only, say
             raise ValueError(f"without the weights {sorted(info['missing_keys'])}")
-        return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
     except (OSError, ValueError) as error:
         first = str(error).split("\n")[0]
         raise UserError(f"--model {source}: expected a model with its tokenizer ({first})") from None
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), Chat(tokenizer)
 
 
 class HFEngine:

@@ -323,8 +323,7 @@ def train(config: Config) -> None:
         random.Random(config.seed).shuffle(tasks)
     start = config.model or from_all([warm_start(config)] if RANK == 0 else [])[0]
     source = str(folder) if config.resume else start
-    model, tokenizer = harness.load_policy(source)
-    chat = harness.Chat(tokenizer)
+    model, chat = harness.load_policy(source)
     for task in tasks:
         harness.Agent(task, None, chat, config, None)  # a prompt that does not fit is found here
     # HFEngine draws from the trainer's own model, unless that is sharded; VLLMEngine reads its config only.
@@ -346,7 +345,7 @@ def train(config: Config) -> None:
                 os.truncate(out / log, size)
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
     if not state["step"]:
-        save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, 0, config)
+        save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, 0, config)
         evaluate_held_out("before", start, config)
     steps = range(state["step"], config.steps)
     bar = tqdm(steps, config.out, initial=state["step"], total=config.steps, disable=RANK > 0)
@@ -397,7 +396,7 @@ def train(config: Config) -> None:
         bar.set_postfix_str(f"reward {row['reward']:.2f} sessions {row['sessions']:.2f} {speed:.0f} tok/s")
         stopped = any(from_all(stop))
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps or stopped:
-            save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, step + 1, config)
+            save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, step + 1, config)
         expect(not stopped, f"stopped by Ctrl-C after step {step}; --resume goes on from there")
     evaluate_held_out("after", start, config)
 
