@@ -14,12 +14,11 @@ from collections import Counter
 from pathlib import Path
 
 from tqdm.asyncio import tqdm
-from transformers.hf_argparser import HfArg
 
 import harness
 import mosaic
 import phi
-from harness import Limits, Setup, Trajectory, expect, load_tasks, offline_tasks
+from harness import HfArg, Limits, Setup, Trajectory, expect, load_tasks, offline_tasks
 
 
 # ---- Rollouts and what their sessions are worth ------------------------------------------------------------

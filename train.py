@@ -29,13 +29,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from tqdm import tqdm
-from transformers.hf_argparser import HfArg
 
 import harness
 import mosaic
 import phi
 from eval import describe, evaluate, potentials_at, roll_out, score_sessions, summarise
-from harness import Limits, Setup, Trajectory, expect
+from harness import HfArg, Limits, Setup, Trajectory, expect
 
 
 # ---- Config ------------------------------------------------------------------------------------------------
