@@ -224,10 +224,9 @@ class Corpus:
                 length = counts.total() / self.mean_length
                 scores[id] += self.idf[word] * tf * 2.2 / (tf + 1.2 * (0.25 + 0.75 * length))
         for id in sorted(scores, key=lambda id: (-scores[id], id))[: self.top_k]:
-            sentences = re.split(r"(?<=[.!?])\s+|\n+", self.docs[id])
-            found = [self.words(sentence) for sentence in sentences]
-            fit = [sum(self.idf[word] for word in terms if word in words) for words in found]
-            lines.append(f"[{id}] {sentences[fit.index(max(fit))][:400]}")
+            pairs = [(self.words(text), text) for text in re.split(r"(?<=[.!?])\s+|\n+", self.docs[id])]
+            best = max(pairs, key=lambda pair: sum(self.idf[word] for word in terms if word in pair[0]))
+            lines.append(f"[{id}] {best[1][:400]}")
         return "\n".join(lines) or NO_RESULT
 
     async def visit(self, id: str) -> str:
