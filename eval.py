@@ -158,8 +158,7 @@ def evaluate(argv: list[str]) -> dict:
     engine.reseed(config.seed)
     frozen = harness.load_policy(config.frozen)[0] if config.frozen else model
     trajectories = roll_out(tasks, engine, chat, config, world, decoding)
-    if config.engine == "vllm":
-        engine.sleep()
+    engine.sleep()
     score_sessions(frozen, [t for t in trajectories if t.reward is not None], chat)
     rows = [describe(trajectory, chat) for trajectory in trajectories]
     out.unlink(missing_ok=True)

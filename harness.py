@@ -440,6 +440,7 @@ class HFEngine:
         self.generator = torch.Generator(model.device)
         self.reseed = self.generator.manual_seed
         self.waiting, self.runner = [], None
+        self.sleep = lambda: None  # it holds nothing that the update could need
 
     @torch.no_grad()
     def load_weights(self, named_tensors) -> None:

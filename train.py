@@ -360,8 +360,7 @@ def train(config: Config) -> None:
         places = range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step)
         mine = [tasks[k % len(tasks)] for k in places[RANK::N_RANKS] for _ in range(config.group_size)]
         rolled = roll_out(mine, engine, chat, config, world)
-        if config.engine == "vllm":
-            engine.sleep()
+        engine.sleep()
         clock.append(time.perf_counter())
         groups = [rolled[g : g + config.group_size] for g in range(0, len(rolled), config.group_size)]
         # reward None: search or judge was down. Such a trajectory leaves its group, it is not a failure.
