@@ -41,12 +41,11 @@ def potentials_at(model, places: list, chat, token_budget: int) -> list[float]:
 
 def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: int = 16384) -> None:
     """Write Phi before and after it, and its information gain (M7), into every session but the final ones."""
-    paid = [(t, session) for t in trajectories for session in t.sessions[:-1]]
-    places = [(t, *place) for t, session in paid for place in (session.before, session.after)]
+    places = [(t, *at) for t in trajectories for s in t.sessions[:-1] for at in (s.before, s.after)]
     values = iter(potentials_at(model, places, chat, token_budget))
-    for _, session in paid:
-        session.phi_before, session.phi_after = next(values), next(values)
     for t in trajectories:
+        for session in t.sessions[:-1]:
+            session.phi_before, session.phi_after = next(values), next(values)
         before, after = ([getattr(s, key) for s in t.sessions] for key in ("phi_before", "phi_after"))
         for session, gain in zip(t.sessions, mosaic.information_gain(before, after).tolist()):
             session.gain = gain
