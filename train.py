@@ -216,8 +216,7 @@ def token_rows(trajectories: list[Trajectory]) -> list[list[tuple]]:
     rows = []
     for trajectory in trajectories:
         # M12's denominators are those of the whole batch, taken here, before anything is split.
-        n_sampled = sum(sum(segment.sampled) for segment in trajectory.segments)
-        weight = 1 / (len(trajectories) * n_sampled)
+        weight = 1 / len(trajectories) / sum(sum(segment.sampled) for segment in trajectory.segments)
         rows.append([])
         for segment in trajectory.segments:
             lists = (segment.logprobs, segment.advantage, [weight] * len(segment.sampled))
