@@ -605,9 +605,8 @@ class Agent:
             prompt = len(self.main_prompt(chat.own(self.texts["summary"]))) + limits.max_summary_tokens
         part = limits.compact_at if self.compacts else 1.0
         self.room = int(limits.max_context * part) - reserve
-        need = math.ceil((prompt + reserve) / part)
-        sentence = f"--max-context {limits.max_context}: expected {need} for task {task.id!r}"
-        expect(prompt <= self.room, sentence)
+        need = f"expected {math.ceil((prompt + reserve) / part)} for task {task.id!r}"
+        expect(prompt <= self.room, f"--max-context {limits.max_context}: {need}")
         need, got = limits.max_parallel_calls * (len(chat.response([])) + 8), limits.max_response_tokens
         expect(need <= got, f"--max-response-tokens: expected {need} for --max-parallel-calls of them")
 
