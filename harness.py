@@ -353,14 +353,9 @@ PROMPTS = {
         "shorter": "That was too long and was cut off. Write the summary again with half as many words.",
         "summary": "\n\nYou have worked on this before. Your summary:\n",
     },
-    "offline": {
-        "single": "Tools: search, visit.",
-        "delegate": "Tools: search, visit, delegate.",
-        "subagent": "Report. Tools: search, visit.",
-        "compact": "Summarize.",
-        "shorter": "Shorter.",
-        "summary": "Summary:",
-    },
+    "offline": {"single": "Tools: search, visit.", "delegate": "Tools: search, visit, delegate."}
+    | {"subagent": "Report. Tools: search, visit.", "compact": "Summarize."}
+    | {"shorter": "Shorter.", "summary": "Summary:"},
 }
 
 
