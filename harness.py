@@ -458,10 +458,10 @@ class HFEngine:
         rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in self.waiting]
         tokens = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = pad_sequence([row * 0 + 1 for row in rows], batch_first=True, padding_side="left")
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)  # from the first real token, as without the padding
         cache = DynamicCache(config=self.model.config)
         results = [([], [], "") for _ in rows]
         while not all(finish for _, _, finish in results):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]  # as without the padding
             inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
             with torch.no_grad():
                 logits_BV = self.model(tokens, logits_to_keep=1, **inputs).logits[:, -1].float()
@@ -478,7 +478,6 @@ class HFEngine:
                     finish = "stop" if token in stop else "length" if len(ids) == max_new_tokens else ""
                     results[i] = (ids, logprobs, finish)
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            positions = positions[:, -1:] + 1
         return results
 
 
