@@ -178,10 +178,9 @@ def attempt(chat, reply, task=TASK, prompts="offline", **limits):
         drawn = [i for i in t.segments[s.segment].token_ids[opened : s.stop] if i not in chat.control]
         drawn = drawn[: len(drawn) - len(chat.close) + 1] + chat.close
         assert t.segments[following.segment].token_ids[: following.before[1]][-len(drawn) :] == drawn
-    forks = [s for s in t.sessions if s.kind == "subagent"]
-    assert all(a.segment < b.segment for a, b in pairwise(forks))  # merged in the order of their calls,
-    forks = [(s.before, s.after) for s in forks]  # and their contexts chain from merge to merge
-    assert all(a[1] <= b[0] for a, b in pairwise(forks)) and len(t.segments) == len(forks + main[::2])
+    forks = [s for s in t.sessions if s.kind == "subagent"]  # merged as called, and chained by contexts
+    assert all(a.segment < b.segment and a.after <= b.before for a, b in pairwise(forks))
+    assert len(t.segments) == len(forks + main[::2])
     return t
 
 
