@@ -824,7 +824,12 @@ class Demonstrator:
             chain.append(known[chain[-1], missing[0]])
             facts.append(f"{chain[-2]} {missing.pop(0)} {chain[-1]}.")
         if re.search(r"(Summarize|Shorter)\.<\|im_end\|>\n<\|im_start\|> *assistant\n$", context):
-            return self.summary(facts, [f"{a} {verb} {b}." for (a, verb), b in known.items()])
+            kept = [fact for fact in facts if self.rng.random() < 0.75][:3]  # there is room for three
+            others = [f"{a} {verb} {b}." for (a, verb), b in known.items()]
+            others = [fact for fact in others if fact not in facts]
+            while len(kept) < 3 and others and self.rng.random() < 0.5:
+                kept.append(others.pop(self.rng.randrange(len(others))))
+            return " ".join(kept)
         if not missing or (not reports and self.rng.random() < 0.05):  # answers before it knows
             names = chain[1:] + self.rng.choices(NAMES, k=len(missing))
             return f"<answer>{' '.join(facts) if reports else ', '.join(names)}</answer>"
@@ -838,10 +843,3 @@ class Demonstrator:
             tool, argument = "delegate", f"From {chain[-1]} follow {some}."
         call = json.dumps({"name": tool, "arguments": {TOOLS[tool]: argument}})
         return f"{facts[-1] if facts else ''}<tool_call>{call}</tool_call>"
-
-    def summary(self, useful: list[str], seen: list[str]) -> str:
-        kept = [fact for fact in useful if self.rng.random() < 0.75][:3]  # there is room for three
-        others = [fact for fact in seen if fact not in useful]
-        while len(kept) < 3 and others and self.rng.random() < 0.5:
-            kept.append(others.pop(self.rng.randrange(len(others))))
-        return " ".join(kept)
