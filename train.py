@@ -193,15 +193,14 @@ def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> None:
     # Entry t is Phi before turn t + 1. The last turn earns the outcome, so nothing is wanted after it.
     probs = [torch.cat([phi_n, phi_n[-1:]]).exp() for phi_n in values.split(list(map(len, turns)))]
     advantages = mosaic.igpo_advantage([trajectory.reward for trajectory in group], probs)
-    for trajectory, turns_n, advantages_n in zip(group, turns, advantages):
-        segments = trajectory.segments
+    for t, turns_n, advantages_n in zip(group, turns, advantages):
         for (index, start, stop), advantage in zip(turns_n, advantages_n.tolist()):
-            segments[index].advantage[start:stop] = [advantage] * (stop - start)
-        for session in trajectory.sessions:
-            index, merged_at = session.before
+            t.segments[index].advantage[start:stop] = [advantage] * (stop - start)
+        for session in t.sessions:
+            index, merged = session.before
             if session.kind == "subagent":
-                segments[session.segment].advantage = [segments[index].advantage[merged_at]] * session.stop
-            session.advantage = segments[session.segment].advantage[session.stop - 1]  # its last turn's
+                t.segments[session.segment].advantage = [t.segments[index].advantage[merged]] * session.stop
+            session.advantage = t.segments[session.segment].advantage[session.stop - 1]  # its last turn's
 
 
 # ---- Update ------------------------------------------------------------------------------------------------
