@@ -91,16 +91,11 @@ def answer_logprob(model, contexts, answers, token_budget=16384):
     return torch.tensor([phi[pair] for pair in pairs])
 
 
-def contexts_at(segment_ids, positions, cue, answer):
-    if not answer or not all(0 <= p <= len(segment_ids) and p + len(cue) > 0 for p in positions):
-        raise ValueError(f"Phi needs an answer, and positions that lie in the segment, not {positions}")
-    return [[*segment_ids[:p], *cue] for p in positions]
-
-
 @torch.no_grad()
 def segment_potentials(model, segment_ids, positions, cue, answer):
     """Phi of segment_ids[:p] + cue for every p of `positions`, in one walk: [len(positions)] float32, CPU."""
-    contexts = contexts_at(segment_ids, positions, cue, answer)
+    if not answer or not all(0 <= p <= len(segment_ids) and p + len(cue) > 0 for p in positions):
+        raise ValueError(f"Phi needs an answer, and positions that lie in the segment, not {positions}")
     cache, walked, phi = DynamicCache(config=model.config), 0, {}
 
     def read(ids, n_wanted, cache):
@@ -110,7 +105,7 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
 
     forward, training = getattr(model, "forward_logprobs", partial(forward_logprobs, model)), model.training
     model.eval()  # critical: in training mode, gradient checkpointing drops the cache, with a mere warning.
-    for p, context in sorted(dict(zip(positions, contexts)).items()):
+    for p in sorted(set(positions)):
         while walked < p - 1:  # in pieces: a mask over a cache has piece x context entries
             read(segment_ids[walked : min(walked + 4096, p)], 0, cache)
             walked = min(walked + 4096, p) - 1
@@ -118,7 +113,7 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
         kv = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
         fork = copy.deepcopy(cache, {id(tensor): tensor for tensor in kv})
         # From token p - 1 on: with no cue it is this one that predicts the answer.
-        phi[p] = read([*context, *answer][walked:], len(answer), fork).mean()
+        phi[p] = read([*segment_ids[walked:p], *cue, *answer], len(answer), fork).mean()
     model.train(training)
     return torch.tensor([phi[p] for p in positions])
 
@@ -126,8 +121,10 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
 def potentials(model, requests, cue, token_budget=16384):
     """Phi of segment_ids[:p] + cue for requests (segment_ids, p, answer): [n] float32 on the CPU. A segment
     is walked, or its contexts join one batch of rows, whichever reads fewer tokens."""
-    of_segment, rows, contexts, phi = {}, [], [], torch.zeros(len(requests))
-    for k, (segment_ids, _, answer) in enumerate(requests):
+    of_segment, rows, phi = {}, [], torch.zeros(len(requests))
+    for k, (segment_ids, p, answer) in enumerate(requests):
+        if not 0 <= p <= len(segment_ids):
+            raise ValueError(f"Phi needs positions that lie in the segment, not {p}")
         of_segment.setdefault((id(segment_ids), *answer), []).append(k)
     for members in of_segment.values():
         segment_ids, _, answer = requests[members[0]]
@@ -137,7 +134,7 @@ def potentials(model, requests, cue, token_budget=16384):
         if walk < sum(stop + probe for stop in stops):
             phi[members] = segment_potentials(model, segment_ids, positions, cue, answer)
         else:
-            contexts += contexts_at(segment_ids, positions, cue, answer)
             rows += members
+    contexts = [[*requests[k][0][: requests[k][1]], *cue] for k in rows]
     phi[rows] = answer_logprob(model, contexts, [requests[k][2] for k in rows], token_budget)
     return phi
