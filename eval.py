@@ -11,15 +11,13 @@ import math
 import sys
 from collections import Counter
 from pathlib import Path
-from statistics import fmean
 
-from tqdm import tqdm
-from transformers.hf_argparser import HfArg
+from tqdm.asyncio import tqdm
 
 import harness
 import mosaic
 import phi
-from harness import Limits, Setup, Trajectory, expect
+from harness import HfArg, Limits, Setup, Trajectory, expect, load_tasks, offline_tasks
 
 
 # ---- Rollouts and what their sessions are worth ------------------------------------------------------------
@@ -28,10 +26,8 @@ def roll_out(tasks: list, engine, chat, limits: Limits, world=(), progress: str 
 
     async def all_of_them():
         rollouts = [harness.rollout(task, engine, chat, "", limits, *world) for task in tasks]
-        jobs, quiet = list(map(asyncio.create_task, rollouts)), not progress
-        for job in tqdm(asyncio.as_completed(jobs), progress, len(jobs), leave=False, disable=quiet):
-            await job
-        return [job.result() for job in jobs]
+        jobs = map(asyncio.create_task, rollouts)  # here, since gather starts them in any order
+        return await tqdm.gather(*jobs, desc=progress, leave=False, disable=not progress)
 
     return asyncio.run(all_of_them())
 
@@ -44,12 +40,11 @@ def potentials_at(model, places: list, chat, token_budget: int) -> list[float]:
 
 def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: int = 16384) -> None:
     """Write Phi before and after it, and its information gain (M7), into every session but the final ones."""
-    paid = [(t, session) for t in trajectories for session in t.sessions[:-1]]
-    places = [(t, *place) for t, session in paid for place in (session.before, session.after)]
+    places = [(t, *at) for t in trajectories for s in t.sessions[:-1] for at in (s.before, s.after)]
     values = iter(potentials_at(model, places, chat, token_budget))
-    for _, session in paid:
-        session.phi_before, session.phi_after = next(values), next(values)
     for t in trajectories:
+        for session in t.sessions[:-1]:
+            session.phi_before, session.phi_after = next(values), next(values)
         before, after = ([getattr(s, key) for s in t.sessions] for key in ("phi_before", "phi_after"))
         for session, gain in zip(t.sessions, mosaic.information_gain(before, after).tolist()):
             session.gain = gain
@@ -70,7 +65,7 @@ def summarise(rows: list[dict]) -> dict:
     """Figures of described trajectories that have a reward; None where there is none. Gains: nats a token."""
 
     def average(values) -> float | None:
-        return fmean(values) if (values := list(values)) else None
+        return sum(values) / len(values) if (values := list(values)) else None
 
     wins = [row for row in rows if row["reward"] > mosaic.SUCCESS]
     losses = [row for row in rows if row["reward"] <= mosaic.SUCCESS]
@@ -95,8 +90,8 @@ def show(path: str, n: int) -> None:
     """Print the last n trajectories of a file, session by session with their credit."""
     credit = "Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats, {normalised:+.2f} in its kind"
     for where, row in harness.read_jsonl(path)[-n:]:
-        if not {"question", "sessions"} <= row.keys():
-            raise harness.UserError(f"--show {where}: expected a trajectory, as in trajectories.jsonl")
+        whole = {"question", "sessions"} <= row.keys()
+        expect(whole, f"--show {where}: expected a trajectory, as in trajectories.jsonl")
         print("=" * 100, where, sep="\n")
         for key in ("question", "reference", "answer", "reward", "stop"):
             print(f"{key + ':':<11}{row[key]}")
@@ -122,30 +117,26 @@ class Config(Setup):
 def evaluate(argv: list[str]) -> dict:
     """One rollout per task, and a line for each in --out. -> their summary."""
     config = harness.parse_flags(Config, argv, __doc__)
+    expect(config.model, "--model: expected the model to evaluate")
     saved = Path(config.model) / "mosaic.json"
-    if config.model and saved.exists():
+    if saved.exists():
         of_the_run = json.loads(saved.read_text())
         keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
         config = harness.parse_flags(Config, [f"--{key}={of_the_run[key]}" for key in keys] + argv, __doc__)
-    if not config.model:
-        raise harness.UserError("--model: expected the model to evaluate")
-    tasks, world = harness.offline_tasks(config.n, 0, "held-out"), harness.open_world(config)
-    if config.tasks:
-        tasks = harness.load_tasks(config.tasks)
+    world = harness.open_world(config)
+    tasks = load_tasks(config.tasks) if config.tasks else offline_tasks(config.n, 0, "held-out")
     temperature = 0.0 if config.greedy else config.temperature
     decoding = "sampled" if temperature > 0 else "greedy"
     beside = Path(config.model) if Path(config.model).is_dir() else Path()
     out = Path(config.out or beside / f"eval-{decoding}.jsonl")
     out.parent.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = harness.load_policy(config.model)
-    chat = harness.Chat(tokenizer)
+    model, chat = harness.load_policy(config.model)
     engine = harness.ENGINES[config.engine](model, config, temperature)
     engine.load_weights(model.named_parameters())
     engine.reseed(config.seed)
     frozen = harness.load_policy(config.frozen)[0] if config.frozen else model
     trajectories = roll_out(tasks, engine, chat, config, world, decoding)
-    if config.engine == "vllm":
-        engine.sleep()
+    engine.sleep()
     score_sessions(frozen, [t for t in trajectories if t.reward is not None], chat)
     rows = [describe(trajectory, chat) for trajectory in trajectories]
     out.unlink(missing_ok=True)

@@ -146,11 +146,7 @@ class Setup(Limits):
 
 def parse_flags(config, argv: list[str], text: str):
     """argv -> a dataclass whose fields are flags."""
-    parser = HfArgumentParser(config, description=text)
-    flags, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    if unknown:
-        raise UserError(f"{unknown[0]}: expected a flag that --help names")
-    return flags
+    return config(**vars(HfArgumentParser(config, description=text).parse_args(argv)))
 
 
 # ---- Tasks and corpora -------------------------------------------------------------------------------------
@@ -164,7 +160,7 @@ def decrypt(row: dict) -> dict:
 def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
     """("file:line", object) of each line, or row of BrowseComp's CSV. UserError names one that is no object,
     lacks one of the `required` texts or repeats an id."""
-    rows, ids, where, encrypted = [], set(), path, str(path).endswith(".csv")
+    rows, where, encrypted = {}, path, str(path).endswith(".csv")
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
         for n, line in enumerate(csv.DictReader(lines) if encrypted else lines, 1 + encrypted):
@@ -173,16 +169,15 @@ def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[s
                 row = decrypt(line) if encrypted else dict(json.loads(line))
                 if "problem" in row:  # as BrowseComp and REDSearcher call it
                     row["question"] = row["problem"]
-                id = str(row.get("id", where))
-                if not all(row[key].strip() for key in required) or (required and id in ids):
+                id = str(row.get("id", where)) if required else where
+                if not all(row[key].strip() for key in required) or id in rows:
                     raise ValueError("an empty text or the id of another line")
-                rows.append((where, row))
-                ids.add(id)
+                rows[id] = (where, row)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, csv.Error) as error:
         needs = " with a unique id and texts " + ", ".join(required) if required else ""
         raise UserError(f"{where}: expected a JSON object a line{needs}, in UTF-8; found {error!r}") from None
     expect(rows, f"{path}: expected at least one line with a JSON object, found none")
-    return rows
+    return list(rows.values())
 
 
 def append_jsonl(path: Path, rows: list[dict]) -> None:
@@ -202,10 +197,9 @@ def load_corpus(path: str) -> dict[str, str]:
         rows = [row for _, row in read_jsonl(path, ("id", "text"))]
         return {row["id"]: f"{row.get('title') or ''}\n{row['text']}".strip() for row in rows}
     files = sorted(file for file in Path(path).rglob("*") if file.suffix in (".txt", ".md"))
-    texts = {str(file.relative_to(path)): file.read_text("utf-8", "replace").strip() for file in files}
-    if not any(texts.values()):
-        raise UserError(f"{path}: expected a folder with .txt or .md files that hold text, found none")
-    return {id: text for id, text in texts.items() if text}
+    docs = {str(file.relative_to(path)): file.read_text("utf-8", "replace").strip() for file in files}
+    expect(any(docs.values()), f"{path}: expected a folder with .txt or .md files that hold text, found none")
+    return {id: text for id, text in docs.items() if text}
 
 
 class Corpus:
@@ -230,10 +224,9 @@ class Corpus:
                 length = counts.total() / self.mean_length
                 scores[id] += self.idf[word] * tf * 2.2 / (tf + 1.2 * (0.25 + 0.75 * length))
         for id in sorted(scores, key=lambda id: (-scores[id], id))[: self.top_k]:
-            sentences = re.split(r"(?<=[.!?])\s+|\n+", self.docs[id])
-            found = [self.words(sentence) for sentence in sentences]
-            fit = [sum(self.idf[word] for word in terms if word in words) for words in found]
-            lines.append(f"[{id}] {sentences[fit.index(max(fit))][:400]}")
+            pairs = [(self.words(text), text) for text in re.split(r"(?<=[.!?])\s+|\n+", self.docs[id])]
+            best = max(pairs, key=lambda pair: sum(self.idf[word] for word in terms if word in pair[0]))
+            lines.append(f"[{id}] {best[1][:400]}")
         return "\n".join(lines) or NO_RESULT
 
     async def visit(self, id: str) -> str:
@@ -360,14 +353,9 @@ PROMPTS = {
         "shorter": "That was too long and was cut off. Write the summary again with half as many words.",
         "summary": "\n\nYou have worked on this before. Your summary:\n",
     },
-    "offline": {
-        "single": "Tools: search, visit.",
-        "delegate": "Tools: search, visit, delegate.",
-        "subagent": "Report. Tools: search, visit.",
-        "compact": "Summarize.",
-        "shorter": "Shorter.",
-        "summary": "Summary:",
-    },
+    "offline": {"single": "Tools: search, visit.", "delegate": "Tools: search, visit, delegate."}
+    | {"subagent": "Report. Tools: search, visit.", "compact": "Summarize."}
+    | {"shorter": "Shorter.", "summary": "Summary:"},
 }
 
 
@@ -383,9 +371,8 @@ class Chat:
         turns = [{"role": role, "content": f"@@{n}@@"} for n, role in enumerate(roles)]
         pieces = re.split(r"@@\d@@", render(turns))
         short, opened = render(turns[:2]), render(turns[:2], add_generation_prompt=True)
-        alike = len(pieces) == 5 and opened.startswith(short) and pieces[3].startswith(pieces[4])
-        if not alike or not pieces[4]:
-            raise UserError(f"{name}: expected a chat template that shows turns in order and ends all alike")
+        good = len(pieces) == 5 and pieces[4] and opened.startswith(short) and pieces[3].startswith(pieces[4])
+        expect(good, f"{name}: expected a chat template that shows turns in order and ends all alike")
         self.head = pieces[:2]  # the text before the system prompt, and between it and the question
         self.close = self.own(pieces[4])
         self.user_open = self.own(pieces[3].removeprefix(pieces[4]))
@@ -425,7 +412,7 @@ class Chat:
 
 # ---- Engines -----------------------------------------------------------------------------------------------
 def load_policy(source: str):
-    """(model in float32, tokenizer) of a folder or hub id. UserError: they cannot be loaded."""
+    """(model in float32, Chat of its tokenizer) of a folder or hub id. UserError: they cannot be loaded."""
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # on a busy machine, two are several times slower than one
     try:
@@ -434,10 +421,10 @@ def load_policy(source: str):
         model, info = AutoModelForCausalLM.from_pretrained(source, **options)
         if info["missing_keys"]:  # such weights would be random: a head that is tied in one config only, say
             raise ValueError(f"without the weights {sorted(info['missing_keys'])}")
-        return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
     except (OSError, ValueError) as error:
         first = str(error).split("\n")[0]
         raise UserError(f"--model {source}: expected a model with its tokenizer ({first})") from None
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), Chat(tokenizer)
 
 
 class HFEngine:
@@ -448,6 +435,7 @@ class HFEngine:
         self.generator = torch.Generator(model.device)
         self.reseed = self.generator.manual_seed
         self.waiting, self.runner = [], None
+        self.sleep = lambda: None  # it holds nothing that the update could need
 
     @torch.no_grad()
     def load_weights(self, named_tensors) -> None:
@@ -470,10 +458,10 @@ class HFEngine:
         rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in self.waiting]
         tokens = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = pad_sequence([row * 0 + 1 for row in rows], batch_first=True, padding_side="left")
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)  # from the first real token, as without the padding
         cache = DynamicCache(config=self.model.config)
         results = [([], [], "") for _ in rows]
         while not all(finish for _, _, finish in results):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]  # as without the padding
             inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
             with torch.no_grad():
                 logits_BV = self.model(tokens, logits_to_keep=1, **inputs).logits[:, -1].float()
@@ -490,7 +478,6 @@ class HFEngine:
                     finish = "stop" if token in stop else "length" if len(ids) == max_new_tokens else ""
                     results[i] = (ids, logprobs, finish)
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            positions = positions[:, -1:] + 1
         return results
 
 
@@ -550,12 +537,11 @@ class VLLMEngine:
             while not self.waiting[name]:
                 await asyncio.sleep(0)  # all rollouts go on, and their next requests join the next step
                 if name == next(iter(self.waiting)):  # the first one steps the engine, for all of them
-                    try:
-                        for output in self.core.step():
-                            self.waiting[output.request_id] = output.outputs[0]
-                    except Exception as error:  # whatever it is, everyone who waits has to hear of it
-                        self.core.abort_request([*self.waiting])
-                        self.waiting = dict.fromkeys(self.waiting, error)
+                    for output in self.core.step():
+                        self.waiting[output.request_id] = output.outputs[0]
+        except Exception as error:  # whatever it is, everyone who waits has to hear of it
+            self.core.abort_request([*self.waiting])
+            self.waiting = dict.fromkeys(self.waiting, error)
         finally:
             drawn = self.waiting.pop(name)
             if not drawn:  # this rollout was cancelled
@@ -613,12 +599,10 @@ class Agent:
             prompt = len(self.main_prompt(chat.own(self.texts["summary"]))) + limits.max_summary_tokens
         part = limits.compact_at if self.compacts else 1.0
         self.room = int(limits.max_context * part) - reserve
-        if prompt > self.room:
-            need = math.ceil((prompt + reserve) / part)
-            raise UserError(f"--max-context {limits.max_context}: expected {need} for task {task.id!r}")
-        need = limits.max_parallel_calls * (len(chat.response([])) + 8)
-        if need > limits.max_response_tokens:
-            raise UserError(f"--max-response-tokens: expected {need} for --max-parallel-calls of them")
+        need = f"expected {math.ceil((prompt + reserve) / part)} for task {task.id!r}"
+        expect(prompt <= self.room, f"--max-context {limits.max_context}: {need}")
+        need, got = limits.max_parallel_calls * (len(chat.response([])) + 8), limits.max_response_tokens
+        expect(need <= got, f"--max-response-tokens: expected {need} for --max-parallel-calls of them")
 
     def main_prompt(self, summary: list[int]) -> list[int]:
         question = self.chat.foreign(self.trajectory.task.question)
@@ -715,13 +699,12 @@ class Agent:
             if not (full and self.compacts and self.n_sessions + 2 <= limits.max_sessions):
                 return
             summary = await self.compact(segment)
-            session = Session("compact", index, end, len(segment.token_ids), before=(index, end))
-            trajectory.sessions.append(session)
+            trajectory.sessions.append(Session("compact", index, end, len(segment.token_ids), (index, end)))
             if summary is None:
                 trajectory.stop = "truncated"
                 return
             prompt = self.main_prompt(self.chat.own(self.texts["summary"]) + summary)
-            session.after = (len(trajectory.segments), len(prompt))
+            trajectory.sessions[-1].after = (len(trajectory.segments), len(prompt))
 
 
 async def exact_match(task: Task, answer: str) -> float:
@@ -841,7 +824,12 @@ class Demonstrator:
             chain.append(known[chain[-1], missing[0]])
             facts.append(f"{chain[-2]} {missing.pop(0)} {chain[-1]}.")
         if re.search(r"(Summarize|Shorter)\.<\|im_end\|>\n<\|im_start\|> *assistant\n$", context):
-            return self.summary(facts, [f"{a} {verb} {b}." for (a, verb), b in known.items()])
+            kept = [fact for fact in facts if self.rng.random() < 0.75][:3]  # there is room for three
+            others = [f"{a} {verb} {b}." for (a, verb), b in known.items()]
+            others = [fact for fact in others if fact not in facts]
+            while len(kept) < 3 and others and self.rng.random() < 0.5:
+                kept.append(others.pop(self.rng.randrange(len(others))))
+            return " ".join(kept)
         if not missing or (not reports and self.rng.random() < 0.05):  # answers before it knows
             names = chain[1:] + self.rng.choices(NAMES, k=len(missing))
             return f"<answer>{' '.join(facts) if reports else ', '.join(names)}</answer>"
@@ -855,10 +843,3 @@ class Demonstrator:
             tool, argument = "delegate", f"From {chain[-1]} follow {some}."
         call = json.dumps({"name": tool, "arguments": {TOOLS[tool]: argument}})
         return f"{facts[-1] if facts else ''}<tool_call>{call}</tool_call>"
-
-    def summary(self, useful: list[str], seen: list[str]) -> str:
-        kept = [fact for fact in useful if self.rng.random() < 0.75][:3]  # there is room for three
-        others = [fact for fact in seen if fact not in useful]
-        while len(kept) < 3 and others and self.rng.random() < 0.5:
-            kept.append(others.pop(self.rng.randrange(len(others))))
-        return " ".join(kept)

@@ -67,10 +67,9 @@ def centred_rank(counts):
     tensor([-1.,  0.,  0.,  1.])
     """
     counts = _vector(counts, "counts")
-    fewer = (counts[None, :] < counts[:, None]).sum(1)
-    ties = (counts[None, :] == counts[:, None]).sum(1) - 1  # each one ties with itself
-    f = (fewer + 0.5 * ties) / (len(counts) - 1) if len(counts) > 1 else torch.full_like(counts, 0.5)
-    return (2 * f - 1).float()
+    # The same as 2 f_i - 1: the others that have fewer, less those that have more, among n - 1.
+    lead = torch.sign(counts[:, None] - counts[None, :]).sum(1)
+    return (lead / max(1, len(counts) - 1)).float()
 
 
 def session_aware_advantage(rewards, counts, rho=0.2, beta0=0.1, beta1=0.2):

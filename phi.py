@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers import DynamicCache
 
 FORWARD_TOKENS = 64  # what reading a few tokens costs, in tokens of a long read (20-150 measured on a CPU)
 
@@ -91,19 +91,12 @@ def answer_logprob(model, contexts, answers, token_budget=16384):
     return torch.tensor([phi[pair] for pair in pairs])
 
 
-def contexts_at(segment_ids, positions, cue, answer):
-    if not answer or not all(0 <= p <= len(segment_ids) and p + len(cue) > 0 for p in positions):
-        raise ValueError(f"Phi needs an answer, and positions that lie in the segment, not {positions}")
-    return [[*segment_ids[:p], *cue] for p in positions]
-
-
 @torch.no_grad()
 def segment_potentials(model, segment_ids, positions, cue, answer):
     """Phi of segment_ids[:p] + cue for every p of `positions`, in one walk: [len(positions)] float32, CPU."""
-    contexts = contexts_at(segment_ids, positions, cue, answer)
-    cache, walked, last, phi = DynamicCache(config=model.config), 0, max(positions, default=0), {}
-    # Keys and values can be cropped, so a plain model reads the segment at once; recurrent states cannot.
-    plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+    if not answer or not all(0 <= p <= len(segment_ids) and p + len(cue) > 0 for p in positions):
+        raise ValueError(f"Phi needs an answer, and positions that lie in the segment, not {positions}")
+    cache, walked, phi = DynamicCache(config=model.config), 0, {}
 
     def read(ids, n_wanted, cache):
         ids_BT = torch.tensor([ids], device=model.device)
@@ -112,19 +105,15 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
 
     forward, training = getattr(model, "forward_logprobs", partial(forward_logprobs, model)), model.training
     model.eval()  # critical: in training mode, gradient checkpointing drops the cache, with a mere warning.
-    for p, context in sorted(dict(zip(positions, contexts)).items()):
-        goal = last if plain else p
-        # The last probe reads the rest, unless that is long: a mask over a cache has rest x context entries.
-        while walked < goal - 1 and (p < last or goal - walked > 4096):
-            read(segment_ids[walked : min(walked + 4096, goal)], 0, cache)
-            walked = min(walked + 4096, goal) - 1
+    for p in sorted(set(positions)):
+        while walked < p - 1:  # in pieces: a mask over a cache has piece x context entries
+            read(segment_ids[walked : min(walked + 4096, p)], 0, cache)
+            walked = min(walked + 4096, p) - 1
         # critical: a probe writes recurrent states in place; keys and values are rebound and can be shared.
         kv = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
         fork = copy.deepcopy(cache, {id(tensor): tensor for tensor in kv})
-        start = min(walked, max(p - 1, 0))  # with no cue it is token p - 1 that predicts the answer
-        if start < walked:
-            fork.crop(start - walked)  # so many tokens fewer
-        phi[p] = read([*context, *answer][start:], len(answer), fork).mean()
+        # From token p - 1 on: with no cue it is this one that predicts the answer.
+        phi[p] = read([*segment_ids[walked:p], *cue, *answer], len(answer), fork).mean()
     model.train(training)
     return torch.tensor([phi[p] for p in positions])
 
@@ -132,8 +121,10 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
 def potentials(model, requests, cue, token_budget=16384):
     """Phi of segment_ids[:p] + cue for requests (segment_ids, p, answer): [n] float32 on the CPU. A segment
     is walked, or its contexts join one batch of rows, whichever reads fewer tokens."""
-    of_segment, rows, contexts, phi = {}, [], [], torch.zeros(len(requests))
-    for k, (segment_ids, _, answer) in enumerate(requests):
+    of_segment, rows, phi = {}, [], torch.zeros(len(requests))
+    for k, (segment_ids, p, answer) in enumerate(requests):
+        if not 0 <= p <= len(segment_ids):
+            raise ValueError(f"Phi needs positions that lie in the segment, not {p}")
         of_segment.setdefault((id(segment_ids), *answer), []).append(k)
     for members in of_segment.values():
         segment_ids, _, answer = requests[members[0]]
@@ -143,7 +134,7 @@ def potentials(model, requests, cue, token_budget=16384):
         if walk < sum(stop + probe for stop in stops):
             phi[members] = segment_potentials(model, segment_ids, positions, cue, answer)
         else:
-            contexts += contexts_at(segment_ids, positions, cue, answer)
             rows += members
+    contexts = [[*requests[k][0][: requests[k][1]], *cue] for k in rows]
     phi[rows] = answer_logprob(model, contexts, [requests[k][2] for k in rows], token_budget)
     return phi

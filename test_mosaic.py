@@ -121,31 +121,27 @@ def test_token_logprobs_their_gradient_and_entropy(lm, token_budget):
     wanted = [[True] * 59, [False], [t % 3 > 0 for t in range(64)]]
     options = {"token_budget": token_budget, "with_entropy": True, "chunk": 17, "temperature": 0.7}
     logps, entropies = phi.token_logprobs(lm, sequences, wanted, **options)
-    loss, naive_loss = 0.0, 0.0
-    for ids, mask, logps_M, entropies_M in zip(sequences, wanted, logps, entropies):
-        logits = lm(torch.tensor([ids])).logits[0, :-1][mask] / 0.7
-        naive = logits.log_softmax(-1)[range(sum(mask)), torch.tensor(ids[1:])[mask]]
-        close(logps_M, naive, atol=1e-5, rtol=1e-5)
-        entropy = torch.distributions.Categorical(logits=logits).entropy() if any(mask) else entropies_M
-        close(entropies_M, entropy.detach(), atol=1e-5, rtol=1e-5)
-        loss, naive_loss = loss + logps_M.square().sum(), naive_loss + naive.square().sum()
-    for a, b in zip(*(torch.autograd.grad(x, list(lm.parameters())) for x in (loss, naive_loss))):
+    assert list(map(len, logps)) == list(map(len, entropies)) == list(map(sum, wanted))
+    rows = [lm(torch.tensor([ids])).logits[0, :-1][mask] / 0.7 for ids, mask in zip(sequences, wanted)]
+    targets = torch.cat([torch.tensor(ids[1:])[mask] for ids, mask in zip(sequences, wanted)])
+    naive = torch.distributions.Categorical(logits=torch.cat(rows))
+    both = torch.cat(logps), naive.log_prob(targets)
+    close(*both, atol=1e-5, rtol=1e-5)
+    close(torch.cat(entropies), naive.entropy().detach(), atol=1e-5, rtol=1e-5)
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), list(lm.parameters())) for x in both)):
         close(a, b, atol=2e-5 * max(1, b.abs().max().item()), rtol=1e-4)
 
 
 # ---- harness.py --------------------------------------------------------------------------------------------
-def qwen_chat():  # a byte-level BPE, some added tokens of which are not special; a template like Qwen3.5's
-    core = tokenizers.ByteLevelBPETokenizer()
-    core.train_from_iterator([harness.RESEARCH, "<|im_start|><|im_end|></think>"] * 3, vocab_size=600)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core._tokenizer, eos_token="<|im_end|>")
-    tokenizer.add_tokens("oXo <|im_start|> <tool_call> </tool_response> <think> </think>".split())
-    refusal = "{% if messages[-1].role == 'system' %}{{ raise_exception('no user turn') }}{% endif %}"
-    template = CHAT.tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n")
-    tokenizer.chat_template = refusal + template.replace("m.content", "m.content | trim")
-    return harness.Chat(tokenizer)
-
-
-QWEN = qwen_chat()
+# A byte-level BPE, some added tokens of which are not special; a template like Qwen3.5's.
+core = tokenizers.ByteLevelBPETokenizer()
+core.train_from_iterator([harness.RESEARCH, "<|im_start|><|im_end|></think>"] * 3, vocab_size=600)
+tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core._tokenizer, eos_token="<|im_end|>")
+tokenizer.add_tokens("oXo <|im_start|> <tool_call> </tool_response> <think> </think>".split())
+refusal = "{% if messages[-1].role == 'system' %}{{ raise_exception('no user turn') }}{% endif %}"
+template = CHAT.tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n")
+tokenizer.chat_template = refusal + template.replace("m.content", "m.content | trim")
+QWEN = harness.Chat(tokenizer)
 TASK, MODES = harness.offline_tasks(1, 0)[0], ["single", "compaction", "subagent", "both"]
 CALL = '<tool_call>{"name": "%s", "arguments": {"%s": "%s"}}</tool_call>'
 
@@ -182,10 +178,9 @@ def attempt(chat, reply, task=TASK, prompts="offline", **limits):
         drawn = [i for i in t.segments[s.segment].token_ids[opened : s.stop] if i not in chat.control]
         drawn = drawn[: len(drawn) - len(chat.close) + 1] + chat.close
         assert t.segments[following.segment].token_ids[: following.before[1]][-len(drawn) :] == drawn
-    forks = [s for s in t.sessions if s.kind == "subagent"]
-    assert all(a.segment < b.segment for a, b in pairwise(forks))  # merged in the order of their calls,
-    forks = [(s.before, s.after) for s in forks]  # and their contexts chain from merge to merge
-    assert all(a[1] <= b[0] for a, b in pairwise(forks)) and len(t.segments) == len(forks + main[::2])
+    forks = [s for s in t.sessions if s.kind == "subagent"]  # merged as called, and chained by contexts
+    assert all(a.segment < b.segment and a.after <= b.before for a, b in pairwise(forks))
+    assert len(t.segments) == len(forks + main[::2])
     return t
 
 

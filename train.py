@@ -22,7 +22,6 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 import torch
@@ -30,13 +29,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from tqdm import tqdm
-from transformers.hf_argparser import HfArg
 
 import harness
 import mosaic
 import phi
 from eval import describe, evaluate, potentials_at, roll_out, score_sessions, summarise
-from harness import Limits, Setup, Trajectory, expect
+from harness import HfArg, Limits, Setup, Trajectory, expect
 
 
 # ---- Config ------------------------------------------------------------------------------------------------
@@ -195,22 +193,20 @@ def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> None:
     # Entry t is Phi before turn t + 1. The last turn earns the outcome, so nothing is wanted after it.
     probs = [torch.cat([phi_n, phi_n[-1:]]).exp() for phi_n in values.split(list(map(len, turns)))]
     advantages = mosaic.igpo_advantage([trajectory.reward for trajectory in group], probs)
-    for trajectory, turns_n, advantages_n in zip(group, turns, advantages):
-        segments = trajectory.segments
+    for t, turns_n, advantages_n in zip(group, turns, advantages):
         for (index, start, stop), advantage in zip(turns_n, advantages_n.tolist()):
-            segments[index].advantage[start:stop] = [advantage] * (stop - start)
-        for session in trajectory.sessions:
-            index, merged_at = session.before
+            t.segments[index].advantage[start:stop] = [advantage] * (stop - start)
+        for session in t.sessions:
+            index, merged = session.before
             if session.kind == "subagent":
-                segments[session.segment].advantage = [segments[index].advantage[merged_at]] * session.stop
-            session.advantage = segments[session.segment].advantage[session.stop - 1]  # its last turn's
+                t.segments[session.segment].advantage = [t.segments[index].advantage[merged]] * session.stop
+            session.advantage = t.segments[session.segment].advantage[session.stop - 1]  # its last turn's
 
 
 # ---- Update ------------------------------------------------------------------------------------------------
 def sampled_logprobs(model, segments: list, config: Config) -> tuple[list, list]:
     """(log-probs, entropies) of the tokens of each segment that the policy sampled."""
-    ids = [segment.token_ids for segment in segments]
-    wanted = [segment.sampled[1:] for segment in segments]
+    ids, wanted = zip(*[(segment.token_ids, segment.sampled[1:]) for segment in segments])
     return phi.token_logprobs(model, ids, wanted, config.token_budget, True, temperature=config.temperature)
 
 
@@ -219,8 +215,7 @@ def token_rows(trajectories: list[Trajectory]) -> list[list[tuple]]:
     rows = []
     for trajectory in trajectories:
         # M12's denominators are those of the whole batch, taken here, before anything is split.
-        n_sampled = sum(sum(segment.sampled) for segment in trajectory.segments)
-        weight = 1 / (len(trajectories) * n_sampled)
+        weight = 1 / len(trajectories) / sum(sum(segment.sampled) for segment in trajectory.segments)
         rows.append([])
         for segment in trajectory.segments:
             lists = (segment.logprobs, segment.advantage, [weight] * len(segment.sampled))
@@ -232,7 +227,7 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
     """`minibatches` optimizer steps on one batch (M12), which all ranks know whole. -> metrics."""
     rows = random.Random(f"{config.seed} {step}").sample(token_rows(trajectories), len(trajectories))
     nothing = (harness.Segment([0, 0], [False, False]), *torch.zeros(3, 0))
-    sums, norms, skipped = Counter(), [], 0
+    sums, norms = Counter(), []
     n_minibatches = min(config.minibatches, len(rows))
     for m in range(n_minibatches):
         # Whole trajectories are dealt out: the number of optimizer steps does not depend on sessions.
@@ -258,12 +253,11 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
             if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
                 sums.update(gap=change_T.abs().sum().item(), gap_tokens=len(change_T))
         gap = sums["gap"] / max(1, sums["gap_tokens"])
-        if not gap <= config.parity_tolerance:  # put so that NaN fails too
-            why = "stale weights or prefix cache, or if it is the first step, other kernels or temperature"
-            raise harness.UserError(f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats: {why}")
+        why = "stale weights or prefix cache, or if it is the first step, other kernels or temperature"
+        why = f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats: {why}"
+        expect(gap <= config.parity_tolerance, why)  # put so that NaN fails too
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norms.append((norm.full_tensor() if SHARDED else norm).item())
-        skipped += not math.isfinite(norms[-1])
         if math.isfinite(norms[-1]):  # a broken minibatch must not spoil the weights of a run of days
             optimizer.step()
         optimizer.zero_grad()
@@ -271,7 +265,8 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
     sums = {key: sum(part[key] for part in all_sums) for key in sums}
     unique = sum(session.stop - session.start for t in trajectories for session in t.sessions)
     row = {key: sums[key] / sums["tokens"] for key in ("entropy", "clip_fraction")}
-    row |= {"loss": sums["loss"], "grad_norm": fmean(norms), "skipped": skipped}
+    skipped = len(norms) - sum(map(math.isfinite, norms))
+    row |= {"loss": sums["loss"], "grad_norm": sum(norms) / len(norms), "skipped": skipped}
     return row | {"engine_gap": sums["gap"] / sums["gap_tokens"], "forwards": sums["forwarded"] / unique}
 
 
@@ -325,8 +320,7 @@ def train(config: Config) -> None:
         random.Random(config.seed).shuffle(tasks)
     start = config.model or from_all([warm_start(config)] if RANK == 0 else [])[0]
     source = str(folder) if config.resume else start
-    model, tokenizer = harness.load_policy(source)
-    chat = harness.Chat(tokenizer)
+    model, chat = harness.load_policy(source)
     for task in tasks:
         harness.Agent(task, None, chat, config, None)  # a prompt that does not fit is found here
     # HFEngine draws from the trainer's own model, unless that is sharded; VLLMEngine reads its config only.
@@ -348,7 +342,7 @@ def train(config: Config) -> None:
                 os.truncate(out / log, size)
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
     if not state["step"]:
-        save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, 0, config)
+        save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, 0, config)
         evaluate_held_out("before", start, config)
     steps = range(state["step"], config.steps)
     bar = tqdm(steps, config.out, initial=state["step"], total=config.steps, disable=RANK > 0)
@@ -364,8 +358,7 @@ def train(config: Config) -> None:
         places = range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step)
         mine = [tasks[k % len(tasks)] for k in places[RANK::N_RANKS] for _ in range(config.group_size)]
         rolled = roll_out(mine, engine, chat, config, world)
-        if config.engine == "vllm":
-            engine.sleep()
+        engine.sleep()
         clock.append(time.perf_counter())
         groups = [rolled[g : g + config.group_size] for g in range(0, len(rolled), config.group_size)]
         # reward None: search or judge was down. Such a trajectory leaves its group, it is not a failure.
@@ -399,9 +392,8 @@ def train(config: Config) -> None:
         bar.set_postfix_str(f"reward {row['reward']:.2f} sessions {row['sessions']:.2f} {speed:.0f} tok/s")
         stopped = any(from_all(stop))
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps or stopped:
-            save_checkpoint(out / "checkpoint", model, tokenizer, optimizer, step + 1, config)
-        if stopped:
-            raise harness.UserError(f"stopped by Ctrl-C after step {step}; --resume goes on from there")
+            save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, step + 1, config)
+        expect(not stopped, f"stopped by Ctrl-C after step {step}; --resume goes on from there")
     evaluate_held_out("after", start, config)
 
 
