@@ -247,14 +247,14 @@ Give your reason in one sentence, then on a line of its own `correct: yes` or `c
 
 
 class Web:
-    """`search` by Serper and `visit` by Jina's reader, id = address, or both by --search-url; and a judge."""
+    """`search` by Serper (a line a page: [address] and its beginning) and `visit` by Jina's reader, or both by
+    --search-url, and a `judge` at an OpenAI-compatible API_BASE."""
 
     def __init__(self, config):
         self.search_url, self.top_k, self.seen = config.search_url, config.top_k, {}
         self.model = config.judge_model or "deepseek-v4-flash"
 
     async def search(self, query: str) -> str:
-        """The best pages, a line each: [id] and how it begins."""
         if self.search_url:
             body = {"queries": [query], "topk": self.top_k, "return_scores": True}
             rows = await asyncio.to_thread(self.ask, self.read_results, "", self.search_url, body)
@@ -283,7 +283,6 @@ class Web:
         return await asyncio.to_thread(self.ask, str, "JINA_API_KEYS", READER + id)
 
     async def judge(self, task: Task, answer: str) -> float:
-        """The reward, by a model at an OpenAI-compatible API_BASE."""
         texts = {"question": task.question, "reference": task.answer, "answer": answer[:1000]}
         prompt = JUDGE + json.dumps(texts, ensure_ascii=False).replace("<", "\\u003c")  # ends no chat turn
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}

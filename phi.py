@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 FORWARD_TOKENS = 64  # what reading a few tokens costs, in tokens of a long read (20-150 measured on a CPU)
 
@@ -97,6 +97,8 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
     if not answer or not all(0 <= p <= len(segment_ids) and p + len(cue) > 0 for p in positions):
         raise ValueError(f"Phi needs an answer, and positions that lie in the segment, not {positions}")
     cache, walked, phi = DynamicCache(config=model.config), 0, {}
+    # Keys and values can be cropped, so a plain model reads the segment at once; recurrent states cannot.
+    plain = all(type(layer) is DynamicLayer for layer in cache.layers)
 
     def read(ids, n_wanted, cache):
         ids_BT = torch.tensor([ids], device=model.device)
@@ -106,14 +108,17 @@ def segment_potentials(model, segment_ids, positions, cue, answer):
     forward, training = getattr(model, "forward_logprobs", partial(forward_logprobs, model)), model.training
     model.eval()  # critical: in training mode, gradient checkpointing drops the cache, with a mere warning.
     for p in sorted(set(positions)):
-        while walked < p - 1:  # in pieces: a mask over a cache has piece x context entries
-            read(segment_ids[walked : min(walked + 4096, p)], 0, cache)
-            walked = min(walked + 4096, p) - 1
+        goal = max(positions) if plain else p
+        while walked < goal - 1:  # in pieces: a mask over a cache has piece x context entries
+            read(segment_ids[walked : min(walked + 4096, goal)], 0, cache)
+            walked = min(walked + 4096, goal) - 1
         # critical: a probe writes recurrent states in place; keys and values are rebound and can be shared.
         kv = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
         fork = copy.deepcopy(cache, {id(tensor): tensor for tensor in kv})
-        # From token p - 1 on: with no cue it is this one that predicts the answer.
-        phi[p] = read([*segment_ids[walked:p], *cue, *answer], len(answer), fork).mean()
+        start = min(walked, max(p - 1, 0))  # with no cue it is token p - 1 that predicts the answer
+        if start < walked:
+            fork.crop(start - walked)  # so many tokens fewer
+        phi[p] = read([*segment_ids[start:p], *cue, *answer], len(answer), fork).mean()
     model.train(training)
     return torch.tensor([phi[p] for p in positions])
 

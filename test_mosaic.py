@@ -11,11 +11,9 @@ import tokenizers
 import torch
 import transformers
 
-import eval as evaluation
 import harness
 import mosaic
 import phi
-import train
 
 torch.set_num_threads(1)
 close = torch.testing.assert_close
@@ -231,15 +229,3 @@ def test_foreign_text_yields_no_control_token(chat):
         assert chat is CHAT or chat.decode(chat.foreign(text)) == text
     assert chat.foreign("Ada \ud800 hired") == chat.foreign("Ada ? hired")
     assert QWEN.decode(QWEN.cue) == "<|im_start|>assistant\n<think>\n\n</think>\n\n<answer>"
-
-
-# ---- train.py, eval.py -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mode", MODES)
-def test_every_token_has_an_advantage_and_every_trajectory_one_vote(mode):
-    config, model = train.make_config(["--mode", mode]), harness.offline_model(len(CHAT.tokenizer), 0)
-    group = evaluation.roll_out([TASK] * 4, harness.Demonstrator(CHAT, random.Random(1)), CHAT, config)
-    evaluation.score_sessions(model, group, CHAT)
-    for config.advantage in ("mosaic", "broadcast", "igpo"):
-        train.credit(group, config, model, CHAT)
-        for columns in train.token_rows(group):
-            assert sum(weights_T.sum().item() for *_, weights_T in columns) == pytest.approx(1 / 4)
