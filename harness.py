@@ -247,7 +247,7 @@ Give your reason in one sentence, then on a line of its own `correct: yes` or `c
 
 
 class Web:
-    """`search` by Serper (a line a page: [address] and its beginning) and `visit` by Jina's reader, or both by
+    """`search` by Serper (a line a page: [address] and its start) and `visit` by Jina's reader, or both by
     --search-url, and a `judge` at an OpenAI-compatible API_BASE."""
 
     def __init__(self, config):
