@@ -186,9 +186,9 @@ def append_jsonl(path: Path, rows: list[dict]) -> None:
 
 
 def load_tasks(path: str) -> list[Task]:
-    """Tasks of a file with `question` or `problem`, `answer` and optionally a unique `id`."""
-    rows = enumerate(row for _, row in read_jsonl(path, ("question", "answer")))
-    return [Task(r["question"].strip(), r["answer"].strip(), id=str(r.get("id", n))) for n, r in rows]
+    """Tasks of a file with `question` or `problem`, `answer` and perhaps a unique `id`, else "file:line"."""
+    rows = read_jsonl(path, ("question", "answer"))
+    return [Task(r["question"].strip(), r["answer"].strip(), id=str(r.get("id", where))) for where, r in rows]
 
 
 def load_corpus(path: str) -> dict[str, str]:
@@ -481,8 +481,7 @@ class HFEngine:
 
 
 class VLLMEngine:
-    """vLLM in this process, for `generate` as above. It is made of the model's config alone, and comes to its
-    weights by `load_weights`."""
+    """vLLM in this process, made of the model's config alone; its weights come by `load_weights`."""
 
     def __init__(self, model, config: Setup, temperature: float):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vllm is imported

@@ -395,6 +395,8 @@ def train(config: Config) -> None:
             save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, step + 1, config)
         expect(not stopped, f"stopped by Ctrl-C after step {step}; --resume goes on from there")
     evaluate_held_out("after", start, config)
+    if SHARDED and config.engine == "hf":  # vllm ends the processes' group by itself
+        dist.destroy_process_group()
 
 
 def evaluate_held_out(when: str, start: str, config: Config) -> None:
