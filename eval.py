@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -107,7 +108,8 @@ class Config(Setup):
     """Flags of an evaluation. Those of `Limits` and --temperature come from the checkpoint."""
 
     frozen: str = HfArg(default="", help="the policy that scores the gains; empty: --model")
-    n: int = HfArg(default=512, help="held-out tasks of the offline world")
+    n: int = HfArg(default=512, help="held-out tasks of the offline world; of --tasks, how many at a time")
+    resume: bool = HfArg(default=False, help="keep the answers in --out and ask the other questions only")
     greedy: bool = HfArg(default=False, help="take the likeliest token always")
     out: str = HfArg(default="", help="file for a line a question; empty: in the model's folder")
     show: str = HfArg(default="", help="print the last trajectories of this file and do nothing else")
@@ -132,15 +134,22 @@ def evaluate(argv: list[str]) -> dict:
     out.parent.mkdir(parents=True, exist_ok=True)
     model, chat = harness.load_policy(config.model)
     engine = harness.ENGINES[config.engine](model, config, temperature)
-    engine.load_weights(model.named_parameters())
-    engine.reseed(config.seed)
     frozen = harness.load_policy(config.frozen)[0] if config.frozen else model
-    trajectories = roll_out(tasks, engine, chat, config, world, decoding)
-    engine.sleep()
-    score_sessions(frozen, [t for t in trajectories if t.reward is not None], chat)
-    rows = [describe(trajectory, chat) for trajectory in trajectories]
-    out.unlink(missing_ok=True)
-    harness.append_jsonl(out, rows)
+    answered = set()
+    if config.resume and out.exists():
+        os.truncate(out, out.read_bytes().rfind(b"\n") + 1)  # without a line that a kill has torn
+        answered = {row["id"] for _, row in harness.read_jsonl(out) if row["reward"] is not None}
+    else:
+        out.unlink(missing_ok=True)
+    left = [task for task in tasks if task.id not in answered]
+    for k in range(0, len(left), config.n):
+        engine.load_weights(model.named_parameters())
+        engine.reseed(config.seed + k)
+        trajectories = roll_out(left[k : k + config.n], engine, chat, config, world, decoding)
+        engine.sleep()
+        score_sessions(frozen, [t for t in trajectories if t.reward is not None], chat)
+        harness.append_jsonl(out, [describe(trajectory, chat) for trajectory in trajectories])
+    rows = {row["id"]: row for _, row in harness.read_jsonl(out)}.values()  # the last line of each question
     scored = [row for row in rows if row["reward"] is not None]
     expect(scored, "search or judge is down: not one question has a verdict")
     summary = {"decoding": decoding, "seed": config.seed, "file": str(out), **summarise(scored)}

@@ -25,7 +25,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import count, cycle, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import requests
 import torch
@@ -719,6 +719,7 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     `Corpus` of the task's documents. judge: `async (task, answer) -> reward`. Both raise ConnectionError
     where they stay down through all retries: then there is no reward."""
     limits = replace(limits or Limits(), **({"mode": mode} if mode else {}))
+    expect(limits.mode in get_args(Mode), f"mode {limits.mode!r}: expected one of {get_args(Mode)}")
     expect(tools or task.docs, f"task {task.id!r}: expected tools, or documents of its own to search in")
     chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer)
     agent = Agent(task, engine, chat, limits, tools or Corpus(task.docs, limits.top_k))

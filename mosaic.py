@@ -174,6 +174,16 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     return -(weights * torch.minimum(ratio * advantages, clipped * advantages)).sum()
 
 
+def truncated_importance(trainer_logprobs, engine_logprobs, cap=2.0):
+    """min(exp(trainer - engine), cap), a factor for M12's weights where engine and trainer disagree a little.
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", not Mosaic's.
+    Log-probs of the sampled tokens, both [T] -> [T], without gradient.
+    >>> truncated_importance(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.4, 0.1]).log())
+    tensor([1.2500, 2.0000])
+    """
+    return torch.exp(trainer_logprobs - engine_logprobs).clamp(max=cap).detach()
+
+
 # ---- IGPO (arXiv 2510.14967), the turn-level baseline ------------------------------------------------------
 def igpo_advantage(rewards, turn_probs, gamma=1.0):
     """Turns t < n earn p_t - p_t-1, z-scored over all of those in the group, p = exp(Phi) the probability of

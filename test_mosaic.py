@@ -7,7 +7,6 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 import transformers
 
@@ -32,7 +31,7 @@ def random_groups():
 # The method in plain loops stands in the README, for its readers; the formulas are tested against that.
 LOOPS = {}
 exec(Path(__file__).with_name("README.md").read_text("utf-8").split("```python\n")[1].split("```")[0], LOOPS)
-by_hand, z_score = LOOPS["mosaic"], LOOPS["z_score"]
+by_hand = LOOPS["mosaic"]
 
 
 @pytest.mark.parametrize("switches", [(1, 1, 0), (1, 1, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0)])
@@ -60,9 +59,7 @@ def test_mosaic_equals_plain_loops_and_keeps_its_gates(rates, switches):
 def test_igpo_equals_plain_loops():
     for rewards, _, gains, _ in random_groups():
         probs = [torch.tensor([0.5] + row).sigmoid().tolist() for row in gains]
-        scores = iter(z_score([q - p for row in probs for p, q in zip(row, row[1:-1])]))
-        earned = [[next(scores) for _ in row[1:]] + [r] for row, r in zip(gains, z_score(rewards))]
-        want = [[sum(0.7**s * x for s, x in enumerate(row[t:])) for t in range(len(row))] for row in earned]
+        want = LOOPS["igpo"](rewards, probs, 0.7)
         close(mosaic.igpo_advantage(rewards, probs, gamma=0.7), list(map(torch.tensor, want)))
 
 
@@ -131,15 +128,6 @@ def test_token_logprobs_their_gradient_and_entropy(lm, token_budget):
 
 
 # ---- harness.py --------------------------------------------------------------------------------------------
-# A byte-level BPE, some added tokens of which are not special; a template like Qwen3.5's.
-core = tokenizers.ByteLevelBPETokenizer()
-core.train_from_iterator([harness.RESEARCH, "<|im_start|><|im_end|></think>"] * 3, vocab_size=600)
-tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core._tokenizer, eos_token="<|im_end|>")
-tokenizer.add_tokens("oXo <|im_start|> <tool_call> </tool_response> <think> </think>".split())
-refusal = "{% if messages[-1].role == 'system' %}{{ raise_exception('no user turn') }}{% endif %}"
-template = CHAT.tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n")
-tokenizer.chat_template = refusal + template.replace("m.content", "m.content | trim")
-QWEN = harness.Chat(tokenizer)
 TASK, MODES = harness.offline_tasks(1, 0)[0], ["single", "compaction", "subagent", "both"]
 CALL = '<tool_call>{"name": "%s", "arguments": {"%s": "%s"}}</tool_call>'
 
@@ -215,17 +203,3 @@ def test_any_policy_in_any_limits(mode):
     assert stops == {"answer", "turns", "context", "truncated", "malformed"}
     assert (max(together) > 1) == (mode in MODES[2:])  # only forks of one turn run at the same time
     assert kinds == {"normal", *["compact"] * (mode in MODES[1::2]), *["subagent"] * (mode in MODES[2:])}
-
-
-@pytest.mark.parametrize("chat", [QWEN, CHAT])
-def test_foreign_text_yields_no_control_token(chat):
-    control = {*chat.tokenizer.get_added_vocab().values(), *chat.tokenizer.all_special_ids}
-    pieces = [*chat.tokenizer.get_added_vocab(), "oXoX", "<|", "im_end|>", "\0", " é你🙂", "Ada "]
-    for rng in map(random.Random, range(300)):
-        text = ""
-        for cut in rng.choices(range(20), k=5):  # spliced in: nested and overlapping spellings
-            text = text[:cut] + rng.choice(pieces) + text[cut:]
-        assert not control & {*chat.foreign(text), *chat.foreign(text, 3)} and len(chat.foreign(text, 3)) <= 3
-        assert chat is CHAT or chat.decode(chat.foreign(text)) == text
-    assert chat.foreign("Ada \ud800 hired") == chat.foreign("Ada ? hired")
-    assert QWEN.decode(QWEN.cue) == "<|im_start|>assistant\n<think>\n\n</think>\n\n<answer>"

@@ -60,6 +60,7 @@ class Config(Setup):
     clip_high: float = HfArg(default=0.2, help="clip of the importance ratio above 1 (M12)")
     minibatches: int = HfArg(default=2, help="optimizer steps per batch, however many sessions it has")
     lr: float = HfArg(default=1e-6, help="learning rate, constant")
+    tis_cap: float = HfArg(default=0.0, help="cap of the weights trainer / engine, say 2; 0: no weights")
     parity_tolerance: float = HfArg(default=0.1, help="mean |engine - trainer| log-prob that ends the run")
     token_budget: int = HfArg(default=16384, help="padded tokens of one forward, in Phi and in the update")
     eval_tasks: int = HfArg(default=0, help="held-out tasks of the offline world, before and after")
@@ -75,7 +76,7 @@ PRESETS = {
     "paper": """--model Qwen/Qwen3.5-4B --engine vllm --max-context 131072 --max-turn-tokens 8192
         --max-response-tokens 16384 --max-summary-tokens 4096 --max-turns 100 --max-subagent-turns 30
         --max-sessions 17 --max-calls 200 --max-parallel-calls 4 --tasks-per-step 16 --group-size 8 --steps 62
-        --minibatches 1 --token-budget 131072""",
+        --minibatches 1 --tis-cap 2 --token-budget 131072""",
 }
 
 
@@ -87,13 +88,13 @@ def make_config(argv: list[str]) -> Config:
         config = harness.parse_flags(Config, PRESETS[config.preset].split() + argv, __doc__)
     config.eval_mode = config.eval_mode or config.mode
     config.out = config.out or f"runs/{config.mode}-{config.advantage}-{config.seed}"
-    n_trajectories = config.tasks_per_step * config.group_size
+    most = 1 if config.tis_cap > 0 else config.tasks_per_step * config.group_size
     for flag, holds, expected in (
         ("--rho", 0 <= config.rho < 1, "0 <= rho < 1"),
         ("--lam, --beta0, --beta1", min(config.lam, config.beta0, config.beta1) >= 0, "numbers from 0"),
         ("--group-size", config.group_size >= 2, "2 or more trajectories to compare"),
         ("--steps, --checkpoint-every", min(config.steps, config.checkpoint_every) >= 1, "1 or more"),
-        ("--minibatches", 1 <= config.minibatches <= n_trajectories, "1 to the trajectories of a step"),
+        ("--minibatches", 1 <= config.minibatches <= most, f"1 to {most} (1 with --tis-cap)"),
         ("--compact-at", 0 < config.compact_at <= 1, "a part of the context, 0 < f <= 1"),
         ("--temperature", config.temperature > 0, "a number above 0"),
         ("--model", bool(config.model) or not config.tasks, "a model that can read --tasks"),
@@ -240,12 +241,16 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
         for part in parts[RANK::N_RANKS]:
             segments, *columns = zip(*([minibatch[k] for k in part] or [nothing]))
             logprobs_T, entropy_T = map(torch.cat, sampled_logprobs(model, segments, config))
-            columns = [torch.cat(column).to(model.device) for column in columns]
-            loss = mosaic.policy_loss(logprobs_T, *columns, config.clip_low, config.clip_high)
+            old_T, advantages_T, weights_T = (torch.cat(column).to(model.device) for column in columns)
+            change_T = logprobs_T.detach() - old_T
+            if config.tis_cap > 0:  # there is one minibatch, so the log-probs of now are the old ones
+                weights_T = weights_T * mosaic.truncated_importance(logprobs_T, old_T, config.tis_cap)
+                old_T = logprobs_T.detach()
+            clips = (config.clip_low, config.clip_high)
+            loss = mosaic.policy_loss(logprobs_T, old_T, advantages_T, weights_T, *clips)
             # A minibatch stands for the whole batch, so its gradient is scaled up to estimate the batch's.
             # critical: FSDP averages gradients over the ranks, and M12 wants their sum.
             (loss * n_minibatches * N_RANKS).backward()
-            change_T = logprobs_T.detach() - columns[0]
             outside = (change_T.exp() < 1 - config.clip_low) | (change_T.exp() > 1 + config.clip_high)
             sums.update(loss=loss.item(), tokens=len(change_T), entropy=entropy_T.sum().item())
             sums["clip_fraction"] += outside.sum().item()
