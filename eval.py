@@ -13,12 +13,16 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import torch
 from tqdm.asyncio import tqdm
 
 import harness
 import mosaic
 import phi
 from harness import HfArg, Limits, Setup, Trajectory, expect, load_tasks, offline_tasks
+
+if not torch.cuda.is_available():
+    torch.set_num_threads(1)  # on a busy machine, two are several times slower than one
 
 
 # ---- Rollouts and what their sessions are worth ------------------------------------------------------------

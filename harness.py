@@ -412,8 +412,6 @@ class Chat:
 # ---- Engines -----------------------------------------------------------------------------------------------
 def load_policy(source: str):
     """(model in float32, Chat of its tokenizer) of a folder or hub id. UserError: they cannot be loaded."""
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # on a busy machine, two are several times slower than one
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         options = {"dtype": torch.float32, "output_loading_info": True}
