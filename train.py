@@ -317,8 +317,9 @@ def train(config: Config) -> None:
     # The old one is what a kill between the two renames of save_checkpoint leaves.
     folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
     expect(folder.exists() or not config.resume, f"--resume: expected a checkpoint in {out}, found none")
-    if not config.resume and (out / "metrics.jsonl").exists():
-        raise harness.UserError(f"--out {out}: expected no run there, found one: --resume it or name another")
+    expect(
+        config.resume or not (out / "metrics.jsonl").exists(), f"--out {out}: expected no run, or --resume"
+    )
     tasks, world = harness.offline_tasks(2000, config.seed), harness.open_world(config)
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
