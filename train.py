@@ -317,9 +317,7 @@ def train(config: Config) -> None:
     # The old one is what a kill between the two renames of save_checkpoint leaves.
     folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
     expect(folder.exists() or not config.resume, f"--resume: expected a checkpoint in {out}, found none")
-    expect(
-        config.resume or not (out / "metrics.jsonl").exists(), f"--out {out}: expected no run, or --resume"
-    )
+    expect(config.resume or not (out / "metrics.jsonl").exists(), f"--out {out}: expected no run or --resume")
     tasks, world = harness.offline_tasks(2000, config.seed), harness.open_world(config)
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
