@@ -30,6 +30,7 @@ def roll_out(tasks: list, engine, chat, limits: Limits, world=(), progress: str 
     """One rollout per task, all at once, with world (tools, judge); `progress` names the bar."""
 
     async def all_of_them():
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the first error is raised anyway
         rollouts = [harness.rollout(task, engine, chat, "", limits, *world) for task in tasks]
         jobs = map(asyncio.create_task, rollouts)  # here, since gather starts them in any order
         return await tqdm.gather(*jobs, desc=progress, leave=False, disable=not progress)
@@ -115,7 +116,7 @@ class Config(Setup):
     n: int = HfArg(default=512, help="held-out tasks of the offline world; of --tasks, how many at a time")
     resume: bool = HfArg(default=False, help="keep the answers in --out and ask the other questions only")
     greedy: bool = HfArg(default=False, help="take the likeliest token always")
-    out: str = HfArg(default="", help="file for a line a question; empty: in the model's folder")
+    out: str = HfArg(default="", help="file for a line a question; empty: eval-sampled.jsonl, or -greedy")
     show: str = HfArg(default="", help="print the last trajectories of this file and do nothing else")
     last: int = HfArg(default=1, help="how many of them")
 
@@ -123,7 +124,7 @@ class Config(Setup):
 def evaluate(argv: list[str]) -> dict:
     """One rollout per task, and a line for each in --out. -> their summary."""
     config = harness.parse_flags(Config, argv, __doc__)
-    expect(config.model, "--model: expected the model to evaluate")
+    expect(config.model and config.n > 0, "--model, --n: expected a model to evaluate, and 1 or more")
     saved = Path(config.model) / "mosaic.json"
     if saved.exists():
         of_the_run = json.loads(saved.read_text())
@@ -133,16 +134,17 @@ def evaluate(argv: list[str]) -> dict:
     tasks = load_tasks(config.tasks) if config.tasks else offline_tasks(config.n, 0, "held-out")
     temperature = 0.0 if config.greedy else config.temperature
     decoding = "sampled" if temperature > 0 else "greedy"
-    beside = Path(config.model) if Path(config.model).is_dir() else Path()
-    out = Path(config.out or beside / f"eval-{decoding}.jsonl")
+    out = Path(config.out or f"eval-{decoding}.jsonl")
     out.parent.mkdir(parents=True, exist_ok=True)
     model, chat = harness.load_policy(config.model)
+    for task in tasks:
+        harness.Agent(task, None, chat, config, None)  # a prompt that does not fit is found here
     engine = harness.ENGINES[config.engine](model, config, temperature)
     frozen = harness.load_policy(config.frozen)[0] if config.frozen else model
-    answered = set()
-    if config.resume and out.exists():
+    answered, mark = set(), {"model": config.model, "decoding": decoding}
+    if config.resume and out.exists() and b"\n" in out.read_bytes():
         os.truncate(out, out.read_bytes().rfind(b"\n") + 1)  # without a line that a kill has torn
-        answered = {row["id"] for _, row in harness.read_jsonl(out) if row["reward"] is not None}
+        answered = {r["id"] for _, r in harness.read_jsonl(out) if r | mark == r and r["reward"] is not None}
     else:
         out.unlink(missing_ok=True)
     left = [task for task in tasks if task.id not in answered]
@@ -152,8 +154,9 @@ def evaluate(argv: list[str]) -> dict:
         trajectories = roll_out(left[k : k + config.n], engine, chat, config, world, decoding)
         engine.sleep()
         score_sessions(frozen, [t for t in trajectories if t.reward is not None], chat)
-        harness.append_jsonl(out, [describe(trajectory, chat) for trajectory in trajectories])
-    rows = {row["id"]: row for _, row in harness.read_jsonl(out)}.values()  # the last line of each question
+        harness.append_jsonl(out, [mark | describe(trajectory, chat) for trajectory in trajectories])
+    last = {row["id"]: row for _, row in harness.read_jsonl(out)}
+    rows = [last[task.id] for task in tasks if task.id in last]
     scored = [row for row in rows if row["reward"] is not None]
     expect(scored, "search or judge is down: not one question has a verdict")
     summary = {"decoding": decoding, "seed": config.seed, "file": str(out), **summarise(scored)}

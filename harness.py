@@ -23,6 +23,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import sha256
+from importlib.util import find_spec
 from itertools import count, cycle, pairwise
 from pathlib import Path
 from typing import Literal, get_args
@@ -174,8 +175,9 @@ def read_jsonl(path: str | Path, required: tuple[str, ...] = ()) -> list[tuple[s
                     raise ValueError("an empty text or the id of another line")
                 rows[id] = (where, row)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, csv.Error) as error:
-        needs = " with a unique id and texts " + ", ".join(required) if required else ""
-        raise UserError(f"{where}: expected a JSON object a line{needs}, in UTF-8; found {error!r}") from None
+        needs = ", with a unique id and texts " + ", ".join(required) if required else ""
+        needs += f", in UTF-8; found {type(error).__name__}: {error}"
+        raise UserError(f"{where}: expected a JSON object a line{needs}") from None
     expect(rows, f"{path}: expected at least one line with a JSON object, found none")
     return list(rows.values())
 
@@ -187,8 +189,8 @@ def append_jsonl(path: Path, rows: list[dict]) -> None:
 
 def load_tasks(path: str) -> list[Task]:
     """Tasks of a file with `question` or `problem`, `answer` and perhaps a unique `id`, else "file:line"."""
-    rows = read_jsonl(path, ("question", "answer"))
-    return [Task(r["question"].strip(), r["answer"].strip(), id=str(r.get("id", where))) for where, r in rows]
+    rows = [(Path(where).name, row) for where, row in read_jsonl(path, ("question", "answer"))]
+    return [Task(r["question"].strip(), r["answer"].strip(), id=str(r.get("id", line))) for line, r in rows]
 
 
 def load_corpus(path: str) -> dict[str, str]:
@@ -247,8 +249,7 @@ Give your reason in one sentence, then on a line of its own `correct: yes` or `c
 
 
 class Web:
-    """`search` by Serper (a line a page: [address] and its start) and `visit` by Jina's reader, or both by
-    --search-url, and a `judge` at an OpenAI-compatible API_BASE."""
+    """`search` (a line a page: [id] and its start), `visit` and `judge`, by services that README.md names."""
 
     def __init__(self, config):
         self.search_url, self.top_k, self.seen = config.search_url, config.top_k, {}
@@ -272,7 +273,7 @@ class Web:
         else:
             # Serper may leave `organic` out where it found nothing, but it always repeats the parameters.
             found = answer.get("organic", []) if "searchParameters" in answer else answer["organic"]
-            rows = {row["link"]: f"{row['title']}: {row.get('snippet', '')}" for row in found}
+            rows = {row["link"]: f"{row.get('title') or ''}: {row.get('snippet') or ''}" for row in found}
         return {id: text for id, text in rows.items() if not re.search(BLOCKED, requests.utils.unquote(id))}
 
     async def visit(self, id: str) -> str:
@@ -291,8 +292,8 @@ class Web:
 
     def read_verdict(self, text: str) -> float:
         reply = json.loads(text)["choices"][0]["message"]["content"].rsplit("</think>", 1)[-1]
-        (verdict,) = re.findall(r"(?im)^ *correct:(.*)", reply)  # two of them are none
-        return {"yes": 1.0, "no": 0.0}[verdict.strip().lower()]
+        (verdict,) = re.findall(r"(?im)^[ *`-]*correct:(.*)", reply)  # two of them are none
+        return {"yes": 1.0, "no": 0.0}[verdict.strip(" *`.\r").lower()]
 
     def ask(self, read, variable: str, url: str, body: dict | None = None):
         """read(the text that a service answers), or a page's error. Runs in asyncio's pool of threads, which
@@ -300,7 +301,7 @@ class Web:
         for attempt in range(TRIES):
             time.sleep(attempt and BACKOFF * 2**attempt * random.uniform(0.5, 1.5))
             end, text = time.monotonic() + DEADLINE, bytearray()
-            key = random.choice(os.environ.get(variable, "").split(",")).strip()
+            key = random.choice(os.environ.get(variable, "").strip(", ").split(",")).strip()
             options = {"json": body, "timeout": (10, DEADLINE), "stream": True, "allow_redirects": False}
             options["headers"] = {"X-API-KEY": key} if url == SEARCH else {"Authorization": f"Bearer {key}"}
             try:
@@ -312,7 +313,7 @@ class Web:
                     return read(text.decode("utf-8", "replace"))
             except Exception:  # critical: its text can hold the key, so nobody gets to see it
                 continue
-            if variable and answer.status_code in (401, 402, 403):
+            if variable and answer.status_code in ((401, 402) if url.startswith(READER) else (401, 402, 403)):
                 raise UserError(f"{variable}: this key is refused, HTTP status {answer.status_code}")
             if url.startswith(READER) and answer.status_code < 500 and answer.status_code not in (408, 429):
                 return "Error: page failed to load."
@@ -321,6 +322,7 @@ class Web:
 
 def open_world(config) -> tuple:
     """(tools, judge) by the flags and the environment. UserError: flags clash, or a key is missing."""
+    expect(config.engine == "hf" or find_spec("vllm"), "--engine vllm: expected pip install vllm==0.32.0")
     places, judged = config.corpus or config.search_url, config.judge_model or os.environ.get("API_BASE")
     clash = (config.corpus and config.search_url) or ((places or config.judge_model) and not config.tasks)
     expect(not clash, "--corpus or --search-url (not both), --judge-model: expected them with --tasks only")
@@ -418,7 +420,7 @@ def load_policy(source: str):
         model, info = AutoModelForCausalLM.from_pretrained(source, **options)
         if info["missing_keys"]:  # such weights would be random: a head that is tied in one config only, say
             raise ValueError(f"without the weights {sorted(info['missing_keys'])}")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # libraries have many words for weights that are torn or do not fit
         first = str(error).split("\n")[0]
         raise UserError(f"--model {source}: expected a model with its tokenizer ({first})") from None
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), Chat(tokenizer)

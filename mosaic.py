@@ -112,8 +112,7 @@ def information_gain(before, after):
 def normalise_by_kind(gains, kinds, pooled=False):
     """M8: r^_ij = (r_ij - mean) / (std + 1e-6) over all non-final sessions of that kind in the group.
     A kind seen once or without spread gets 0. Final sessions are in no statistic and get 0.
-    gains G tensors [N_i], kinds G lists [N_i] -> G tensors [N_i]. pooled=True: one statistic over all kinds,
-    to compare with: it is biased against compact sessions.
+    gains G tensors [N_i], kinds G lists [N_i] -> G tensors [N_i]. pooled=True: one statistic over all kinds.
     >>> kinds = [["normal", "compact", "normal"], ["normal", "compact", "normal"]]
     >>> normalise_by_kind([[2.0, -0.5, 0.0], [1.0, -0.1, 0.0]], kinds)
     [tensor([ 0.7071, -0.7071,  0.0000]), tensor([-0.7071,  0.7071,  0.0000])]

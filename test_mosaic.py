@@ -52,8 +52,6 @@ def test_mosaic_equals_plain_loops_and_keeps_its_gates(rates, switches):
             worth = [(reward, -n if reward else n) for reward, n in zip(rewards, counts)]
             assert all(a > b for a, v in zip(sat, worth) for b, w in zip(sat, worth) if v > w)
             assert all(a * (r - 0.5) > 0 for a, r in zip(sat, rewards)) and abs(sat.sum()) < 1e-5
-    with pytest.raises(ValueError, match="rho"):
-        mosaic.session_aware_advantage([1, 0], [1, 1], rho=1.0)
 
 
 def test_igpo_equals_plain_loops():
