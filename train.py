@@ -390,7 +390,7 @@ def train(config: Config) -> None:
             harness.append_jsonl(out / "metrics.jsonl", [row])
             harness.append_jsonl(out / "trajectories.jsonl", lines)
         speed = row["tokens"] * row["n"] / (clock[-1] - clock[0])
-        bar.set_postfix_str(f"reward {row['reward']:.2f} sessions {row['sessions']:.2f} {speed:.0f} tok/s")
+        bar.set_postfix({key: row[key] for key in ("reward", "sessions", "forwards")}, tok_per_s=round(speed))
         stopped = any(from_all(stop))
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps or stopped:
             save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, step + 1, config)
