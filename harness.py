@@ -237,7 +237,7 @@ class Corpus:
 
 # ---- The web -----------------------------------------------------------------------------------------------
 SEARCH, READER = "https://google.serper.dev/search", "https://r.jina.ai/"
-TRIES, BACKOFF, DEADLINE, MAX_BYTES = 5, 1.0, 120, 2**22  # back-off and deadline in seconds
+TRIES, BACKOFF, DEADLINE, MAX_BYTES = 8, 1.5, 120, 2**22  # pauses of 3, 6, ... 192 s; seconds of a try
 # critical: a host that ends in a part that begins with a letter is no IP number, however that is spelled.
 ADDRESS = re.compile(r"https?://([\w-]+\.)+(?!local|internal)[a-z][\w-]*(:\d+)?([/?#]\S*)?", re.I | re.A)
 # Pages that hold a benchmark's answers, and addresses that climb out of the reader's own.
