@@ -187,7 +187,7 @@ def test_any_policy_in_any_limits(mode):
 
     stops, kinds, busy, together = set(), set(), [], set()
     visits = [CALL % ("visit", "id", id) for id in TASK.docs]
-    for rng in map(random.Random, range(80)):
+    for rng in map(random.Random, range(500)):
         limits = {k: rng.randint(1, 9) for k in ("max_turns", "max_sessions", "max_calls", "max_malformed")}
         limits |= {"max_parallel_calls": rng.randint(1, 3), "max_response_tokens": 54, "mode": mode}
         limits |= {"max_turn_tokens": rng.randint(12, 30), "max_summary_tokens": rng.randint(2, 20)}
