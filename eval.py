@@ -91,7 +91,7 @@ def summarise(rows: list[dict]) -> dict:
     return {**figures, "stops": dict(Counter(row["stop"] for row in rows))}
 
 
-# ---- Reading ---------------------------------------------------------------------------------------------
+# ---- Reading -----------------------------------------------------------------------------------------------
 def show(path: str, n: int) -> None:
     """Print the last n trajectories of a file, session by session with their credit."""
     credit = "Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats, {normalised:+.2f} in its kind"

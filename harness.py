@@ -152,7 +152,7 @@ def parse_flags(config, argv: list[str], text: str):
 
 # ---- Tasks and corpora -------------------------------------------------------------------------------------
 def decrypt(row: dict) -> dict:
-    """A row of BrowseComp's CSV: base64, XOR with SHA-256(canary) repeated. For memory, never for a disk."""
+    """A row of BrowseComp's CSV: base64, XOR with SHA-256(canary) repeated. No decrypted file is written."""
     key = sha256(row["canary"].encode()).digest()
     texts = {name: zip(b64decode(row[name]), cycle(key)) for name in ("problem", "answer")}
     return {name: bytes(a ^ b for a, b in text).decode() for name, text in texts.items()}
@@ -259,9 +259,9 @@ class Web:
         if self.search_url:
             body = {"queries": [query], "topk": self.top_k, "return_scores": True}
             rows = await asyncio.to_thread(self.ask, self.read_results, "", self.search_url, body)
+            self.seen |= rows
         else:
             rows = await asyncio.to_thread(self.ask, self.read_results, "SERPER_KEY_ID", SEARCH, {"q": query})
-        self.seen |= rows
         lines = [f"[{id}] {' '.join(text.split())[:400]}" for id, text in rows.items()]
         return "\n".join(lines[: self.top_k]) or NO_RESULT
 
@@ -520,8 +520,7 @@ class VLLMEngine:
         self.core.wake_up(["weights"])
         self.core.model_executor.driver_worker.model_runner.get_model().load_weights(named_tensors)
         # critical: prompts that begin alike would go on reusing the keys and values of the old weights.
-        if not self.core.reset_prefix_cache():
-            raise RuntimeError("vllm: expected no request during the update, found the prefix cache in use")
+        expect(self.core.reset_prefix_cache(), "vllm: expected no request in flight when weights are loaded")
         torch.cuda.empty_cache()  # the cache needs what the update has freed
         self.core.wake_up(["kv_cache"])
 

@@ -121,9 +121,10 @@ def normalise_by_kind(gains, kinds, pooled=False):
     _check([*map(len, gains)] == [*map(len, kinds)], "gains and kinds must have one entry per session")
     normalised = [torch.zeros_like(gain_N).float() for gain_N in gains]
     # critical: without final sessions, else their zeros, set and not measured, pull their kind's mean.
+    kinds = [["any"] * len(kinds_N) if pooled else kinds_N for kinds_N in kinds]
     names = [(i, j, name) for i, kinds_N in enumerate(kinds) for j, name in enumerate(kinds_N[:-1])]
     for kind in {name for *_, name in names}:
-        places = [(i, j) for i, j, name in names if pooled or name == kind]
+        places = [(i, j) for i, j, name in names if name == kind]
         for (i, j), score in zip(places, _standardise(torch.stack([gains[i][j] for i, j in places]))):
             normalised[i][j] = score
     return normalised
