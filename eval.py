@@ -96,8 +96,9 @@ def show(path: str, n: int) -> None:
     """Print the last n trajectories of a file, session by session with their credit."""
     credit = "Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats, {normalised:+.2f} in its kind"
     for where, row in harness.read_jsonl(path)[-n:]:
-        whole = {"question", "sessions"} <= row.keys()
-        expect(whole, f"--show {where}: expected a trajectory, as in trajectories.jsonl")
+        expect(
+            {"question", "sessions"} <= row.keys(), f"--show {where}: expected a line of trajectories.jsonl"
+        )
         print("=" * 100, where, sep="\n")
         for key in ("question", "reference", "answer", "reward", "stop"):
             print(f"{key + ':':<11}{row[key]}")
@@ -124,21 +125,19 @@ class Config(Setup):
 def evaluate(argv: list[str]) -> dict:
     """One rollout per task, and a line for each in --out. -> their summary."""
     config = harness.parse_flags(Config, argv, __doc__)
-    expect(config.model and config.n > 0, "--model, --n: expected a model to evaluate, and 1 or more")
+    expect(config.n > 0 < config.temperature, "--n, --temperature: expected numbers above 0")
     saved = Path(config.model) / "mosaic.json"
     if saved.exists():
         of_the_run = json.loads(saved.read_text())
-        keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature"]
-        config = harness.parse_flags(Config, [f"--{key}={of_the_run[key]}" for key in keys] + argv, __doc__)
+        of_the_run["mode"] = of_the_run["eval_mode"]
+        flags = [f"--{key}={of_the_run[key]}" for key in (*vars(Limits()), "temperature")]
+        config = harness.parse_flags(Config, flags + argv, __doc__)
     world = harness.open_world(config)
     tasks = load_tasks(config.tasks) if config.tasks else offline_tasks(config.n, 0, "held-out")
-    temperature = 0.0 if config.greedy else config.temperature
-    decoding = "sampled" if temperature > 0 else "greedy"
+    decoding, temperature = ("greedy", 0.0) if config.greedy else ("sampled", config.temperature)
     out = Path(config.out or f"eval-{decoding}.jsonl")
     out.parent.mkdir(parents=True, exist_ok=True)
-    model, chat = harness.load_policy(config.model)
-    for task in tasks:
-        harness.Agent(task, None, chat, config, None)  # a prompt that does not fit is found here
+    model, chat = harness.load_policy(config.model, tasks, config)
     engine = harness.ENGINES[config.engine](model, config, temperature)
     frozen = harness.load_policy(config.frozen)[0] if config.frozen else model
     answered, mark = set(), {"model": config.model, "decoding": decoding}

@@ -17,10 +17,11 @@ import random
 import re
 import tempfile
 import time
+import traceback
 import zlib
 from base64 import b64decode
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
@@ -91,8 +92,8 @@ class Trajectory:
     sessions: list[Session] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     answer: str = ""
-    reward: float | None = None  # None: search or judge was down; never trained as 0
-    stop: str = ""  # answer, turns, context, truncated, malformed or infra
+    reward: float | None = None  # None: search or judge was down, or an error; never trained as 0
+    stop: str = ""  # answer, turns, context, truncated, malformed, infra or error
     malformed: int = 0  # turns without an answer or with a call that cannot be read
 
 
@@ -147,7 +148,7 @@ class Setup(Limits):
 
 def parse_flags(config, argv: list[str], text: str):
     """argv -> a dataclass whose fields are flags."""
-    return config(**vars(HfArgumentParser(config, description=text).parse_args(argv)))
+    return config(**vars(HfArgumentParser(config, usage="%(prog)s FLAGS", description=text).parse_args(argv)))
 
 
 # ---- Tasks and corpora -------------------------------------------------------------------------------------
@@ -252,22 +253,21 @@ class Web:
     """`search` (a line a page: [id] and its start), `visit` and `judge`, by services that README.md names."""
 
     def __init__(self, config):
-        self.search_url, self.top_k, self.seen = config.search_url, config.top_k, {}
-        self.model = config.judge_model or "deepseek-v4-flash"
+        self.config, self.seen = config, {}
 
     async def search(self, query: str) -> str:
-        if self.search_url:
-            body = {"queries": [query], "topk": self.top_k, "return_scores": True}
-            rows = await asyncio.to_thread(self.ask, self.read_results, "", self.search_url, body)
-            self.seen |= rows
-        else:
-            rows = await asyncio.to_thread(self.ask, self.read_results, "SERPER_KEY_ID", SEARCH, {"q": query})
+        key, url, body = "SERPER_KEY_ID", SEARCH, {"q": query}
+        if self.config.search_url:
+            key, url = "", self.config.search_url
+            body = {"queries": [query], "topk": self.config.top_k, "return_scores": True}
+        rows = await asyncio.to_thread(self.ask, self.read_results, key, url, body)
+        self.seen = dict([*self.seen.items(), *rows.items()][-10_000:])
         lines = [f"[{id}] {' '.join(text.split())[:400]}" for id, text in rows.items()]
-        return "\n".join(lines[: self.top_k]) or NO_RESULT
+        return "\n".join(lines[: self.config.top_k]) or NO_RESULT
 
     def read_results(self, text: str) -> dict[str, str]:
         answer = json.loads(text)
-        if self.search_url:
+        if self.config.search_url:
             found = [row["document"] for row in answer["result"][0]]
             rows = {str(document["id"]): document["contents"].strip() for document in found}
         else:
@@ -277,7 +277,7 @@ class Web:
         return {id: text for id, text in rows.items() if not re.search(BLOCKED, requests.utils.unquote(id))}
 
     async def visit(self, id: str) -> str:
-        if self.search_url:
+        if self.config.search_url:
             return self.seen.get(id, "Error: unknown page.")
         if not (ADDRESS.fullmatch(id) and id.isprintable()) or re.search(BLOCKED, requests.utils.unquote(id)):
             return "Error: address refused."
@@ -286,7 +286,8 @@ class Web:
     async def judge(self, task: Task, answer: str) -> float:
         texts = {"question": task.question, "reference": task.answer, "answer": answer[:1000]}
         prompt = JUDGE + json.dumps(texts, ensure_ascii=False).replace("<", "\\u003c")  # ends no chat turn
-        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
+        body = {"model": self.config.judge_model or "deepseek-v4-flash", "temperature": 0}
+        body["messages"] = [{"role": "user", "content": prompt}]
         url = os.environ["API_BASE"].rstrip("/") + "/chat/completions"
         return await asyncio.to_thread(self.ask, self.read_verdict, "API_KEY", url, body)
 
@@ -299,7 +300,7 @@ class Web:
         """read(the text that a service answers), or a page's error. Runs in asyncio's pool of threads, which
         bounds the requests at once. ConnectionError: not one try had an answer that could be read."""
         for attempt in range(TRIES):
-            time.sleep(attempt and BACKOFF * 2**attempt * random.uniform(0.5, 1.5))
+            time.sleep(attempt and BACKOFF * 2**attempt * random.uniform(0.8, 1.2))
             end, text = time.monotonic() + DEADLINE, bytearray()
             key = random.choice(os.environ.get(variable, "").strip(", ").split(",")).strip()
             options = {"json": body, "timeout": (10, DEADLINE), "stream": True, "allow_redirects": False}
@@ -330,6 +331,8 @@ def open_world(config) -> tuple:
         return None, exact_match
     keys = ["SERPER_KEY_ID", "JINA_API_KEYS"] * (not places) + ["API_BASE", "API_KEY"] * bool(judged)
     missing = [key for key in keys if not os.environ.get(key)]
+    for address in (config.search_url, os.environ.get("API_BASE", "")):
+        expect(re.match(r"https?://.|$", address), "--search-url, API_BASE: expected http:// or https://")
     expect(not missing, f"{', '.join(missing)}: expected in the environment for --tasks by web and judge")
     web = Web(config)
     tools = Corpus(load_corpus(config.corpus), config.top_k) if config.corpus else web
@@ -412,18 +415,22 @@ class Chat:
 
 
 # ---- Engines -----------------------------------------------------------------------------------------------
-def load_policy(source: str):
-    """(model in float32, Chat of its tokenizer) of a folder or hub id. UserError: they cannot be loaded."""
+def load_policy(source: str, tasks=(), limits=None):
+    """(float32 model, Chat) of a folder or hub id. UserError: none there; a prompt of `tasks` too long."""
+    expect(Path(source).is_dir() or not Path(source).parent.is_dir(), f"--model {source}: expected a folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        chat = Chat(AutoTokenizer.from_pretrained(source))
+        for task in tasks:
+            Agent(task, None, chat, limits, None)
         options = {"dtype": torch.float32, "output_loading_info": True}
         model, info = AutoModelForCausalLM.from_pretrained(source, **options)
-        if info["missing_keys"]:  # such weights would be random: a head that is tied in one config only, say
-            raise ValueError(f"without the weights {sorted(info['missing_keys'])}")
+        # Such weights would be random: a head that is tied in one config only, say.
+        expect(not info["missing_keys"], f"--model {source}: without weights {sorted(info['missing_keys'])}")
+    except UserError:
+        raise
     except Exception as error:  # libraries have many words for weights that are torn or do not fit
-        first = str(error).split("\n")[0]
-        raise UserError(f"--model {source}: expected a model with its tokenizer ({first})") from None
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), Chat(tokenizer)
+        raise UserError(f"--model {source}: expected a model with its tokenizer ({error!r:.200})") from None
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), chat
 
 
 class HFEngine:
@@ -583,11 +590,10 @@ class Agent:
         self.n_sessions = self.n_calls = 0
         self.texts = PROMPTS[limits.prompts]
         self.forks, self.compacts = (limits.mode in (mode, "both") for mode in ("subagent", "compaction"))
-        for key, value in [(f.name, getattr(limits, f.name)) for f in fields(Limits)]:
+        for key, value in vars(limits).items():
             if key.startswith(("max_", "top_")) and value < (2 if key == "max_summary_tokens" else 1):
                 raise UserError(f"--{key.replace('_', '-')} {value}: expected a larger number")
-        # The reserve: what one turn with its tool responses may add to a context, and what a compact session
-        # may, an instruction and a summary, and once more for the shorter try.
+        # The reserve: what a turn and its tool responses may add to a context, and two tries of a summary.
         ends, prompt = len(chat.generation + chat.close), len(self.main_prompt([]))
         reserve = ends + limits.max_turn_tokens + limits.max_response_tokens
         if self.compacts:
@@ -692,8 +698,7 @@ class Agent:
             turns_left -= len(segment.turns)
             end = len(segment.token_ids)
             trajectory.sessions.append(Session("normal", index, 0, end, (index, len(prompt)), (index, end)))
-            full = trajectory.stop == "context"
-            if not (full and self.compacts and self.n_sessions + 2 <= limits.max_sessions):
+            if trajectory.stop != "context" or not self.compacts or self.n_sessions + 2 > limits.max_sessions:
                 return
             summary = await self.compact(segment)
             trajectory.sessions.append(Session("compact", index, end, len(segment.token_ids), (index, end)))
@@ -716,7 +721,7 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     tokenizer: one with a chat template, or its `Chat`. engine: `async generate(token_ids, max_new_tokens,
     stop) -> (ids, logprobs, finish_reason)`. tools: `async search(query)` and `async visit(id)`; None: a
     `Corpus` of the task's documents. judge: `async (task, answer) -> reward`. Both raise ConnectionError
-    where they stay down through all retries: then there is no reward."""
+    where they stay down through all retries: then there is no reward, as after any error, which is shown."""
     limits = replace(limits or Limits(), **({"mode": mode} if mode else {}))
     expect(limits.mode in get_args(Mode), f"mode {limits.mode!r}: expected one of {get_args(Mode)}")
     expect(tools or task.docs, f"task {task.id!r}: expected tools, or documents of its own to search in")
@@ -726,8 +731,12 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     try:
         await agent.run()
         trajectory.reward = await judge(task, trajectory.answer) if trajectory.stop == "answer" else 0.0
-    except ConnectionError:
-        trajectory.stop = "infra"
+    except UserError:
+        raise
+    except Exception as error:  # one rollout must not take its batch with it, and is not hidden either
+        trajectory.stop = "infra" if isinstance(error, ConnectionError) else "error"
+        if trajectory.stop == "error":
+            traceback.print_exc()
     for j, session in enumerate(trajectory.sessions):
         owner = trajectory.segments[session.segment].session
         owner += [j] * (session.stop - len(owner))
@@ -735,7 +744,6 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
 
 
 # ---- The offline world -------------------------------------------------------------------------------------
-#
 # Ours, not the paper's: what a laptop needs to see the method learn. A task is a chain of facts ("Mira taught
 # Tolo. Tolo hired Vera."). Names and facts are drawn anew for each task, so nothing can be memorised; the
 # answer is the whole chain of names, so that Phi follows a trajectory hop by hop.
@@ -823,8 +831,7 @@ class Demonstrator:
             facts.append(f"{chain[-2]} {missing.pop(0)} {chain[-1]}.")
         if re.search(r"(Summarize|Shorter)\.<\|im_end\|>\n<\|im_start\|> *assistant\n$", context):
             kept = [fact for fact in facts if self.rng.random() < 0.75][:3]  # there is room for three
-            others = [f"{a} {verb} {b}." for (a, verb), b in known.items()]
-            others = [fact for fact in others if fact not in facts]
+            others = [fact for a, verb in known if (fact := f"{a} {verb} {known[a, verb]}.") not in facts]
             while len(kept) < 3 and others and self.rng.random() < 0.5:
                 kept.append(others.pop(self.rng.randrange(len(others))))
             return " ".join(kept)

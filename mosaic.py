@@ -109,10 +109,10 @@ def information_gain(before, after):
     return gain_N.float()
 
 
-def normalise_by_kind(gains, kinds, pooled=False):
+def normalise_by_kind(gains, kinds):
     """M8: r^_ij = (r_ij - mean) / (std + 1e-6) over all non-final sessions of that kind in the group.
     A kind seen once or without spread gets 0. Final sessions are in no statistic and get 0.
-    gains G tensors [N_i], kinds G lists [N_i] -> G tensors [N_i]. pooled=True: one statistic over all kinds.
+    gains G tensors [N_i], kinds G lists [N_i] -> G tensors [N_i].
     >>> kinds = [["normal", "compact", "normal"], ["normal", "compact", "normal"]]
     >>> normalise_by_kind([[2.0, -0.5, 0.0], [1.0, -0.1, 0.0]], kinds)
     [tensor([ 0.7071, -0.7071,  0.0000]), tensor([-0.7071,  0.7071,  0.0000])]
@@ -121,7 +121,6 @@ def normalise_by_kind(gains, kinds, pooled=False):
     _check([*map(len, gains)] == [*map(len, kinds)], "gains and kinds must have one entry per session")
     normalised = [torch.zeros_like(gain_N).float() for gain_N in gains]
     # critical: without final sessions, else their zeros, set and not measured, pull their kind's mean.
-    kinds = [["any"] * len(kinds_N) if pooled else kinds_N for kinds_N in kinds]
     names = [(i, j, name) for i, kinds_N in enumerate(kinds) for j, name in enumerate(kinds_N[:-1])]
     for kind in {name for *_, name in names}:
         places = [(i, j) for i, j, name in names if name == kind]
@@ -132,7 +131,7 @@ def normalise_by_kind(gains, kinds, pooled=False):
 
 # ---- M9 to M11: both levels together -----------------------------------------------------------------------
 def mosaic_advantage(rewards, kinds, gains, rho=0.2, beta0=0.1, beta1=0.2, lam=0.1,
-                     session_aware=True, shaping=True, pooled=False):  # fmt: skip
+                     session_aware=True, shaping=True):  # fmt: skip
     """M11: A_ij = A_i^sat + lam r^_ij after M9, failure gate: in an all-failure group r^ <- min(r^, 0), and
     M10, direction gate: a sum that is 0, or not on A_i^sat's side of 0, is dropped for A_i^sat itself.
     rewards [G], kinds G lists [N_i], gains G tensors [N_i] from M7 -> G tensors [N_i].
@@ -147,7 +146,7 @@ def mosaic_advantage(rewards, kinds, gains, rho=0.2, beta0=0.1, beta1=0.2, lam=0
         base_GN = [sat.repeat(len(kinds_N)) for sat, kinds_N in zip(sat_G, kinds)]
     if not shaping:
         return base_GN
-    gain_GN = normalise_by_kind(gains, kinds, pooled)
+    gain_GN = normalise_by_kind(gains, kinds)
     # critical: the gate follows the z-score; clipped first, zeros can come out of it above 0.
     if not any(reward > SUCCESS for reward in rewards):
         gain_GN = [gain_N.clamp(max=0) for gain_N in gain_GN]
@@ -172,16 +171,6 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     # critical: a sum, never a mean: the denominators are in the weights, counted before any split.
     return -(weights * torch.minimum(ratio * advantages, clipped * advantages)).sum()
-
-
-def truncated_importance(trainer_logprobs, engine_logprobs, cap=2.0):
-    """min(exp(trainer - engine), cap), a factor for M12's weights where engine and trainer disagree a little.
-    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", not Mosaic's.
-    Log-probs of the sampled tokens, both [T] -> [T], without gradient.
-    >>> truncated_importance(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.4, 0.1]).log())
-    tensor([1.2500, 2.0000])
-    """
-    return torch.exp(trainer_logprobs - engine_logprobs).clamp(max=cap).detach()
 
 
 # ---- IGPO (arXiv 2510.14967), the turn-level baseline ------------------------------------------------------

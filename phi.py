@@ -127,9 +127,7 @@ def potentials(model, requests, cue, token_budget=16384):
     """Phi of segment_ids[:p] + cue for requests (segment_ids, p, answer): [n] float32 on the CPU. A segment
     is walked, or its contexts join one batch of rows, whichever reads fewer tokens."""
     of_segment, rows, phi = {}, [], torch.zeros(len(requests))
-    for k, (segment_ids, p, answer) in enumerate(requests):
-        if not 0 <= p <= len(segment_ids):
-            raise ValueError(f"Phi needs positions that lie in the segment, not {p}")
+    for k, (segment_ids, _, answer) in enumerate(requests):
         of_segment.setdefault((id(segment_ids), *answer), []).append(k)
     for members in of_segment.values():
         segment_ids, _, answer = requests[members[0]]

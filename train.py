@@ -33,7 +33,7 @@ import harness
 import mosaic
 import phi
 from eval import describe, evaluate, potentials_at, roll_out, score_sessions, summarise
-from harness import HfArg, Limits, Setup, Trajectory, expect
+from harness import HfArg, Limits, Setup, Trajectory, UserError, expect
 
 
 # ---- Config ------------------------------------------------------------------------------------------------
@@ -88,11 +88,13 @@ def make_config(argv: list[str]) -> Config:
     config.eval_mode = config.eval_mode or config.mode
     config.out = config.out or f"runs/{config.mode}-{config.advantage}-{config.seed}"
     most = 1 if config.tis_cap > 0 else config.tasks_per_step * config.group_size
+    rates = (config.lam, config.beta0, config.beta1, config.clip_low, config.clip_high)
+    counts = (config.steps, config.checkpoint_every, config.tasks_per_step, config.token_budget)
     for flag, holds, expected in (
         ("--rho", 0 <= config.rho < 1, "0 <= rho < 1"),
-        ("--lam, --beta0, --beta1", min(config.lam, config.beta0, config.beta1) >= 0, "numbers from 0"),
+        ("--lam, --beta0, --beta1, --clip-low, --clip-high", all(x >= 0 for x in rates), "numbers from 0"),
         ("--group-size", config.group_size >= 2, "2 or more trajectories to compare"),
-        ("--steps, --checkpoint-every", min(config.steps, config.checkpoint_every) >= 1, "1 or more"),
+        ("--steps, --checkpoint-every, --tasks-per-step, --token-budget", min(counts) >= 1, "1 or more"),
         ("--minibatches", 1 <= config.minibatches <= most, f"1 to {most} (1 with --tis-cap)"),
         ("--compact-at", 0 < config.compact_at <= 1, "a part of the context, 0 < f <= 1"),
         ("--temperature, --lr", config.temperature > 0 < config.lr, "a number above 0"),
@@ -132,7 +134,7 @@ def shard(model) -> None:
 # ---- Warm start --------------------------------------------------------------------------------------------
 def warm_start(config: Config) -> str:
     """The folder of the tiny model after behaviour cloning of the scripted agent, made unless it is there."""
-    keys = [field.name for field in dataclasses.fields(Limits)] + ["temperature", "warm_start_steps"]
+    keys = (*vars(Limits()), "temperature", "warm_start_steps")
     config = dataclasses.replace(config, mode=config.eval_mode)
     recipe = repr([Path(harness.__file__).read_text()] + [getattr(config, key) for key in keys])
     folder = Path(f"runs/warm-start-{config.mode}-{zlib.crc32(recipe.encode()):08x}")
@@ -241,9 +243,9 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
             logprobs_T, entropy_T = map(torch.cat, sampled_logprobs(model, segments, config))
             old_T, advantages_T, weights_T = (torch.cat(column).to(model.device) for column in columns)
             change_T = logprobs_T.detach() - old_T
-            if config.tis_cap > 0:  # there is one minibatch, so the log-probs of now are the old ones
-                weights_T = weights_T * mosaic.truncated_importance(logprobs_T, old_T, config.tis_cap)
-                old_T = logprobs_T.detach()
+            if config.tis_cap > 0:  # truncated importance sampling, Yao et al. 2025; not Mosaic's
+                weights_T = weights_T * change_T.exp().clamp(max=config.tis_cap)
+                old_T = logprobs_T.detach()  # there is one minibatch, so those of now are the old ones
             clips = (config.clip_low, config.clip_high)
             loss = mosaic.policy_loss(logprobs_T, old_T, advantages_T, weights_T, *clips)
             # A minibatch stands for the whole batch, so its gradient is scaled up to estimate the batch's.
@@ -256,8 +258,9 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
             if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
                 sums.update(gap=change_T.abs().sum().item(), gap_tokens=len(change_T))
         gap = sums["gap"] / max(1, sums["gap_tokens"])
-        why = f"engine and trainer differ by {gap:.2g} nats: stale weights or cache, temperature or kernels"
-        expect(gap <= config.parity_tolerance, f"--parity-tolerance: {why}")  # put so that NaN fails too
+        # Put so that NaN passes: it makes the gradient NaN too, and the step is skipped and counted below.
+        same = not gap > config.parity_tolerance
+        expect(same, f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats a token")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norms.append((norm.full_tensor() if SHARDED else norm).item())
         if math.isfinite(norms[-1]):  # a broken minibatch must not spoil the weights of a run of days
@@ -279,28 +282,31 @@ def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config
     weights = states.get_model_state_dict(model, options=full)
     # Not before the first step: to have something to give, it would take one.
     adam = states.get_optimizer_state_dict(model, optimizer, options=full) if step else {}
-    if RANK > 0:
-        return
     aside, old = folder.with_name("checkpoint.aside"), folder.with_name("checkpoint.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside, state_dict=weights)
-    tokenizer.save_pretrained(aside)
-    (aside / "mosaic.json").write_text(json.dumps(vars(config) | {"mode": config.eval_mode}, indent=1))
-    logs = ("metrics.jsonl", "trajectories.jsonl")
-    sizes = {log: (folder.parent / log).stat().st_size if step else 0 for log in logs}
-    torch.save({"step": step, "optimizer": adam, "sizes": sizes}, aside / "trainer.pt")
-    if folder.exists():
+    if RANK == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        logs = ("metrics.jsonl", "trajectories.jsonl")
+        sizes = {log: (folder.parent / log).stat().st_size if step else 0 for log in logs}
+        try:
+            model.save_pretrained(aside, state_dict=weights)
+            tokenizer.save_pretrained(aside)
+            (aside / "mosaic.json").write_text(json.dumps(vars(config), indent=1))
+            torch.save({"step": step, "optimizer": adam, "sizes": sizes}, aside / "trainer.pt")
+        except Exception as error:  # libraries have many words for a disk that is full
+            raise UserError(f"{aside}: cannot be written ({error}); what was saved before is whole") from None
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        aside.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    aside.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    from_all([])  # the others wait for the first, which writes
 
 
 # ---- The main loop -----------------------------------------------------------------------------------------
 def main(argv: list[str] | None = None) -> None:
     try:
         train(make_config(sys.argv[1:] if argv is None else argv))
-    except (harness.UserError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -315,15 +321,19 @@ def train(config: Config) -> None:
     folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
     expect(folder.exists() or not config.resume, f"--resume: expected a checkpoint in {out}, found none")
     expect(config.resume or not (out / "metrics.jsonl").exists(), f"--out {out}: expected no run or --resume")
+    if config.resume:
+        begun = json.loads((folder / "mosaic.json").read_text())
+        free = "resume out steps checkpoint_every eval_tasks engine engine_memory search_url token_budget"
+        free += " parity_tolerance"  # with another value of the others, it would be another run
+        other = [key for key in begun if key not in free.split() and begun[key] != vars(config).get(key)]
+        expect(not other, f"--resume: {out} was begun with other values of {', '.join(other)}")
     tasks, world = harness.offline_tasks(2000, config.seed), harness.open_world(config)
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
         random.Random(config.seed).shuffle(tasks)
     start = config.model or from_all([warm_start(config)] if RANK == 0 else [])[0]
     source = str(folder) if config.resume else start
-    model, chat = harness.load_policy(source)
-    for task in tasks:
-        harness.Agent(task, None, chat, config, None)  # a prompt that does not fit is found here
+    model, chat = harness.load_policy(source, tasks, config)
     # HFEngine draws from the trainer's own model, unless that is sharded; VLLMEngine reads its config only.
     own = harness.load_policy(source)[0] if SHARDED and config.engine == "hf" else model
     engine = harness.ENGINES[config.engine](own, config, config.temperature)
@@ -337,7 +347,6 @@ def train(config: Config) -> None:
         if state["step"]:
             full = states.StateDictOptions(full_state_dict=True)
             states.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=full)
-        optimizer.param_groups[0]["lr"] = config.lr
         for log, size in state["sizes"].items():  # what came after the checkpoint is written again
             if (out / log).exists() and RANK == 0:
                 os.truncate(out / log, size)
@@ -362,7 +371,8 @@ def train(config: Config) -> None:
         engine.sleep()
         clock.append(time.perf_counter())
         groups = [rolled[g : g + config.group_size] for g in range(0, len(rolled), config.group_size)]
-        # reward None: search or judge was down. Such a trajectory leaves its group, it is not a failure.
+        # reward None: search or judge was down, or an error. That is no failure of the policy's, and no vote.
+        lost = from_all([t.stop for t in rolled if t.reward is None])
         groups = [kept for group in groups if (kept := [t for t in group if t.reward is not None])]
         if SHARDED:  # a forward of all ranks together gathers the weights; then each forwards at its own pace
             phi.answer_logprob(model, [[0]], [[0]])
@@ -373,7 +383,9 @@ def train(config: Config) -> None:
         clock.append(time.perf_counter())
         groups = from_all(groups)
         trajectories = [trajectory for group in groups for trajectory in group]
-        expect(trajectories, "search or judge is down: not one rollout of this step has a verdict")
+        if not trajectories and "error" not in lost:  # an error may be that of broken weights
+            save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, step, config)
+        expect(trajectories, f"no rollout of step {step} has a verdict: {Counter(lost)}; --resume goes on")
         metrics = update(model, optimizer, trajectories, step, config)
         clock.append(time.perf_counter())
         broken = broken + 1 if metrics["skipped"] == min(config.minibatches, len(trajectories)) else 0
@@ -381,7 +393,7 @@ def train(config: Config) -> None:
         wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
         lines = [{"step": step, **describe(trajectory, chat)} for trajectory in trajectories]
         row = {"step": step, **summarise(lines), **metrics}
-        row["dropped"] = config.tasks_per_step * config.group_size - len(trajectories)
+        row |= {"dropped": len(lost), "errors": lost.count("error")}
         row |= {"all_success_groups": wins.count(1), "all_failure_groups": wins.count(0)}
         row["mixed_groups"] = sum(0 < win < 1 for win in wins)
         phases = ("sync", "rollout", "phi", "credit", "update")
@@ -394,8 +406,7 @@ def train(config: Config) -> None:
         stopped = any(from_all(stop))
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps or stopped:
             save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, step + 1, config)
-        # With the second from_all, the other ranks wait for the first, which writes.
-        expect(not (stopped and from_all([True])), f"Ctrl-C: stopped after step {step}; --resume goes on")
+        expect(not stopped, f"Ctrl-C: stopped after step {step}; --resume goes on")
     evaluate_held_out("after", start, config)
     if SHARDED and config.engine == "hf":  # vllm ends the processes' group by itself
         dist.destroy_process_group()
