@@ -331,6 +331,8 @@ def train(config: Config) -> None:
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
         random.Random(config.seed).shuffle(tasks)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(vars(config), indent=1))
     start = config.model or from_all([warm_start(config)] if RANK == 0 else [])[0]
     source = str(folder) if config.resume else start
     model, chat = harness.load_policy(source, tasks, config)
@@ -340,7 +342,6 @@ def train(config: Config) -> None:
     if SHARDED:
         shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    out.mkdir(parents=True, exist_ok=True)
     state = {"step": 0}
     if config.resume:
         state = torch.load(folder / "trainer.pt", weights_only=True, mmap=True)
@@ -350,7 +351,6 @@ def train(config: Config) -> None:
         for log, size in state["sizes"].items():  # what came after the checkpoint is written again
             if (out / log).exists() and RANK == 0:
                 os.truncate(out / log, size)
-    (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
     if not state["step"]:
         save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, 0, config)
         evaluate_held_out("before", start, config)
