@@ -419,10 +419,10 @@ def load_policy(source: str, tasks=(), limits=None):
     """(float32 model, Chat) of a folder or hub id. UserError: none there; a prompt of `tasks` too long."""
     expect(Path(source).is_dir() or not Path(source).parent.is_dir(), f"--model {source}: expected a folder")
     try:
-        chat = Chat(AutoTokenizer.from_pretrained(source))
+        chat = Chat(AutoTokenizer.from_pretrained(source, trust_remote_code=False))
         for task in tasks:
             Agent(task, None, chat, limits, None)
-        options = {"dtype": torch.float32, "output_loading_info": True}
+        options = {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
         model, info = AutoModelForCausalLM.from_pretrained(source, **options)
         # Such weights would be random: a head that is tied in one config only, say.
         expect(not info["missing_keys"], f"--model {source}: without weights {sorted(info['missing_keys'])}")
