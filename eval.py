@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ import mosaic
 import phi
 from harness import HfArg, Limits, Setup, Trajectory, expect, load_tasks, offline_tasks
 
+ENGINES = {"hf": harness.HFEngine, "vllm": harness.VLLMEngine}
 if not torch.cuda.is_available():
     torch.set_num_threads(1)  # on a busy machine, two are several times slower than one
 
@@ -30,6 +32,7 @@ def roll_out(tasks: list, engine, chat, limits: Limits, world=(), progress: str 
     """One rollout per task, all at once, with world (tools, judge); `progress` names the bar."""
 
     async def all_of_them():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # most of them wait
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the first error is raised anyway
         rollouts = [harness.rollout(task, engine, chat, "", limits, *world) for task in tasks]
         jobs = map(asyncio.create_task, rollouts)  # here, since gather starts them in any order
@@ -96,9 +99,7 @@ def show(path: str, n: int) -> None:
     """Print the last n trajectories of a file, session by session with their credit."""
     credit = "Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats, {normalised:+.2f} in its kind"
     for where, row in harness.read_jsonl(path)[-n:]:
-        expect(
-            {"question", "sessions"} <= row.keys(), f"--show {where}: expected a line of trajectories.jsonl"
-        )
+        expect({"question", "sessions"} <= row.keys(), f"--show {where}: expected a line of a trajectory")
         print("=" * 100, where, sep="\n")
         for key in ("question", "reference", "answer", "reward", "stop"):
             print(f"{key + ':':<11}{row[key]}")
@@ -138,15 +139,16 @@ def evaluate(argv: list[str]) -> dict:
     out = Path(config.out or f"eval-{decoding}.jsonl")
     out.parent.mkdir(parents=True, exist_ok=True)
     model, chat = harness.load_policy(config.model, tasks, config)
-    engine = harness.ENGINES[config.engine](model, config, temperature)
+    engine = ENGINES[config.engine](model, config, temperature)
     frozen = harness.load_policy(config.frozen)[0] if config.frozen else model
-    answered, mark = set(), {"model": config.model, "decoding": decoding}
+    answered, mark = set(), {"model": config.model, "temperature": temperature}
     if config.resume and out.exists() and b"\n" in out.read_bytes():
         os.truncate(out, out.read_bytes().rfind(b"\n") + 1)  # without a line that a kill has torn
-        answered = {r["id"] for _, r in harness.read_jsonl(out) if r | mark == r and r["reward"] is not None}
-    else:
-        out.unlink(missing_ok=True)
-    left = [task for task in tasks if task.id not in answered]
+        rows = [row for _, row in harness.read_jsonl(out) if row | mark == row and row["reward"] is not None]
+        answered = {(row["id"], row["question"], row["reference"]) for row in rows}
+    elif out.exists():
+        out.rename(f"{out}.old")
+    left = [task for task in tasks if (task.id, task.question, task.answer) not in answered]
     for k in range(0, len(left), config.n):
         engine.load_weights(model.named_parameters())
         engine.reseed(config.seed + k)
@@ -154,7 +156,7 @@ def evaluate(argv: list[str]) -> dict:
         engine.sleep()
         score_sessions(frozen, [t for t in trajectories if t.reward is not None], chat)
         harness.append_jsonl(out, [mark | describe(trajectory, chat) for trajectory in trajectories])
-    last = {row["id"]: row for _, row in harness.read_jsonl(out)}
+    last = {row.get("id"): row for _, row in harness.read_jsonl(out)}
     rows = [last[task.id] for task in tasks if task.id in last]
     scored = [row for row in rows if row["reward"] is not None]
     expect(scored, "search or judge is down: not one question has a verdict")

@@ -94,11 +94,13 @@ class Trajectory:
     answer: str = ""
     reward: float | None = None  # None: search or judge was down, or an error; never trained as 0
     stop: str = ""  # answer, turns, context, truncated, malformed, infra or error
+    asked: set[str] = field(default_factory=set)  # those of search, visit and judge that it needed
     malformed: int = 0  # turns without an answer or with a call that cannot be read
 
 
 Mode = Literal["single", "compaction", "subagent", "both"]
 NO_RESULT = "No result."
+TAGS = [f"<{slash}tool_{what}>" for what in ("call", "response") for slash in ("", "/")]
 TOOLS = {"search": "query", "visit": "id", "delegate": "task"}  # each tool and its one argument
 
 
@@ -256,12 +258,12 @@ class Web:
         self.config, self.seen = config, {}
 
     async def search(self, query: str) -> str:
-        key, url, body = "SERPER_KEY_ID", SEARCH, {"q": query}
+        key, url, body = "SERPER_KEY_ID", SEARCH, {"q": query[:1000]}
         if self.config.search_url:
             key, url = "", self.config.search_url
             body = {"queries": [query], "topk": self.config.top_k, "return_scores": True}
         rows = await asyncio.to_thread(self.ask, self.read_results, key, url, body)
-        self.seen = dict([*self.seen.items(), *rows.items()][-10_000:])
+        self.seen |= rows if self.config.search_url else {}
         lines = [f"[{id}] {' '.join(text.split())[:400]}" for id, text in rows.items()]
         return "\n".join(lines[: self.config.top_k]) or NO_RESULT
 
@@ -286,8 +288,8 @@ class Web:
     async def judge(self, task: Task, answer: str) -> float:
         texts = {"question": task.question, "reference": task.answer, "answer": answer[:1000]}
         prompt = JUDGE + json.dumps(texts, ensure_ascii=False).replace("<", "\\u003c")  # ends no chat turn
-        body = {"model": self.config.judge_model or "deepseek-v4-flash", "temperature": 0}
-        body["messages"] = [{"role": "user", "content": prompt}]
+        message = {"role": "user", "content": prompt}
+        body = {"model": self.config.judge_model, "messages": [message], "temperature": 0}
         url = os.environ["API_BASE"].rstrip("/") + "/chat/completions"
         return await asyncio.to_thread(self.ask, self.read_verdict, "API_KEY", url, body)
 
@@ -297,8 +299,8 @@ class Web:
         return {"yes": 1.0, "no": 0.0}[verdict.strip(" *`.\r").lower()]
 
     def ask(self, read, variable: str, url: str, body: dict | None = None):
-        """read(the text that a service answers), or a page's error. Runs in asyncio's pool of threads, which
-        bounds the requests at once. ConnectionError: not one try had an answer that could be read."""
+        """read(the text that a service answers), or a page's error. It blocks, so it runs in a thread.
+        ConnectionError: the key is refused, or not one try had an answer that could be read."""
         for attempt in range(TRIES):
             time.sleep(attempt and BACKOFF * 2**attempt * random.uniform(0.8, 1.2))
             end, text = time.monotonic() + DEADLINE, bytearray()
@@ -315,7 +317,7 @@ class Web:
             except Exception:  # critical: its text can hold the key, so nobody gets to see it
                 continue
             if variable and answer.status_code in ((401, 402) if url.startswith(READER) else (401, 402, 403)):
-                raise UserError(f"{variable}: this key is refused, HTTP status {answer.status_code}")
+                raise ConnectionError(f"{variable}: this key is refused, HTTP status {answer.status_code}")
             if url.startswith(READER) and answer.status_code < 500 and answer.status_code not in (408, 429):
                 return "Error: page failed to load."
         raise ConnectionError(f"{variable or '--search-url'}: no usable answer in {TRIES} tries")
@@ -332,7 +334,8 @@ def open_world(config) -> tuple:
     keys = ["SERPER_KEY_ID", "JINA_API_KEYS"] * (not places) + ["API_BASE", "API_KEY"] * bool(judged)
     missing = [key for key in keys if not os.environ.get(key)]
     for address in (config.search_url, os.environ.get("API_BASE", "")):
-        expect(re.match(r"https?://.|$", address), "--search-url, API_BASE: expected http:// or https://")
+        expect(re.match(r"https?://[^@]+$|$", address), "--search-url, API_BASE: expected an http address")
+    config.judge_model = config.judge_model or "deepseek-v4-flash" * bool(judged)
     expect(not missing, f"{', '.join(missing)}: expected in the environment for --tasks by web and judge")
     web = Web(config)
     tools = Corpus(load_corpus(config.corpus), config.top_k) if config.corpus else web
@@ -385,7 +388,9 @@ class Chat:
         thought = "\n</think>\n\n" if opened.rstrip().endswith("<think>") else ""
         self.cue = self.generation + self.own(thought + "<answer>")
         control = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+        self.tags = [tag for tag in TAGS if tag not in control]
         self.control = set(tokenizer.convert_tokens_to_ids(sorted(control)))
+        expect(self.close[0] in self.control, f"{name}: expected turns that end with a token of their own")
         # critical: a lookahead finds overlapping spellings too; a match that consumes would miss the second.
         self.spelled = re.compile(f"(?={'|'.join(map(re.escape, control))})")
 
@@ -394,8 +399,10 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def foreign(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Ids of text that others wrote: a spelled control token is cut in two before it is encoded."""
+        """Ids of foreign text: a spelled control token is cut in two, a tag of ours which is none spaced."""
         text = text[: max_tokens and 32 * max_tokens].encode("utf-8", "replace").decode()
+        for tag in self.tags:
+            text = text.replace(tag, tag.replace("<", "< "))
         cuts = [0, *(match.start() + 1 for match in self.spelled.finditer(text)), len(text)]
         ids = [i for a, b in pairwise(cuts) for i in self.own(text[a:b])]
         return [i for i in ids if i not in self.control][:max_tokens]
@@ -424,8 +431,7 @@ def load_policy(source: str, tasks=(), limits=None):
             Agent(task, None, chat, limits, None)
         options = {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
         model, info = AutoModelForCausalLM.from_pretrained(source, **options)
-        # Such weights would be random: a head that is tied in one config only, say.
-        expect(not info["missing_keys"], f"--model {source}: without weights {sorted(info['missing_keys'])}")
+        expect(not info["missing_keys"], f"--model {source}: expected weights of {info['missing_keys']} too")
     except UserError:
         raise
     except Exception as error:  # libraries have many words for weights that are torn or do not fit
@@ -443,12 +449,9 @@ class HFEngine:
         self.waiting, self.runner = [], None
         self.sleep = lambda: None  # it holds nothing that the update could need
 
-    @torch.no_grad()
     def load_weights(self, named_tensors) -> None:
-        """Copy the trainer's weights, unless engine and trainer share one model."""
-        own = dict(self.model.named_parameters())
-        for name, tensor in named_tensors:
-            own[name].copy_(tensor)
+        """Copy the trainer's weights; not strict, since tied ones come once."""
+        self.model.load_state_dict(dict(named_tensors), strict=False)
 
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
         """-> (sampled ids, with the stop token at their end; log-probs; "stop" or, without it, "length")."""
@@ -555,9 +558,6 @@ class VLLMEngine:
         return list(drawn.token_ids), list(drawn.logprobs.logprobs), drawn.finish_reason
 
 
-ENGINES = {"hf": HFEngine, "vllm": VLLMEngine}
-
-
 # ---- The agent ---------------------------------------------------------------------------------------------
 def parse_call(text: str) -> tuple[str, str]:
     """(tool, argument) of the inside of one <tool_call>, in either spelling; ("", "") if it is malformed."""
@@ -565,7 +565,7 @@ def parse_call(text: str) -> tuple[str, str]:
         shape = r"<function=(\w+)>\s*<parameter=(\w+)>(.*)</parameter>\s*</function>"  # Qwen3.5's
         xml = re.fullmatch(shape, text.strip(), re.S)
         call = {"name": xml[1], "arguments": {xml[2]: xml[3]}} if xml else json.loads(text)
-        value = call["arguments"][TOOLS[call["name"]]].strip()
+        value = call["arguments"][TOOLS[call["name"]]].strip().encode("utf-8", "replace").decode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         value = ""
     return (call["name"], value) if value else ("", "")
@@ -665,8 +665,8 @@ class Agent:
         if self.n_calls > self.limits.max_calls:
             return "Error: no calls left.", None
         if name != "delegate":
+            self.trajectory.asked.add(name)
             return await getattr(self.tools, name)(argument), None
-        # A subagent: a fresh context with its own tools and budget, and no forks of its own.
         if self.n_sessions >= self.limits.max_sessions:
             return "Error: no sessions left.", None
         room = self.room - len(self.chat.prompt(self.texts["subagent"], []))
@@ -730,13 +730,12 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     trajectory = agent.trajectory
     try:
         await agent.run()
-        trajectory.reward = await judge(task, trajectory.answer) if trajectory.stop == "answer" else 0.0
-    except UserError:
-        raise
+        trajectory.asked |= {"judge"} if trajectory.answer else set()
+        trajectory.reward = float(await judge(task, trajectory.answer)) if trajectory.answer else 0.0
     except Exception as error:  # one rollout must not take its batch with it, and is not hidden either
         trajectory.stop = "infra" if isinstance(error, ConnectionError) else "error"
-        if trajectory.stop == "error":
-            traceback.print_exc()
+        where = error.__traceback__ if trajectory.stop == "error" else None
+        traceback.print_exception(type(error), error, where)
     for j, session in enumerate(trajectory.sessions):
         owner = trajectory.segments[session.segment].session
         owner += [j] * (session.stop - len(owner))
@@ -744,9 +743,8 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
 
 
 # ---- The offline world -------------------------------------------------------------------------------------
-# Ours, not the paper's: what a laptop needs to see the method learn. A task is a chain of facts ("Mira taught
-# Tolo. Tolo hired Vera."). Names and facts are drawn anew for each task, so nothing can be memorised; the
-# answer is the whole chain of names, so that Phi follows a trajectory hop by hop.
+# Ours, not the paper's: what a laptop needs to see the method learn. A task is a chain of facts about names,
+# drawn anew so that nothing can be memorised; its answer is the whole chain, which Phi follows hop by hop.
 NAMES = """Ada Bela Cato Dino Edda Fynn Gaia Hugo Iris Jona Kara Lino Mira Nils Orla Pax Quin Rhea Sven Tolo
 Ugo Vera Wim Xena Yara Zeno Alma Bodo Cleo Dora Emil Fria Gero Hedy Ivar Juno Kian Luna Milo Nora""".split()
 VERBS = ["taught", "hired", "saved", "paid", "married", "painted"]
@@ -777,8 +775,7 @@ def offline_tasks(n: int, seed: int, split: str = "train", hops: tuple[int, int]
 
 def offline_tokenizer() -> FastTokenizer:
     """A word-level tokenizer with a chat template of Qwen's form; a call's JSON is two tokens."""
-    control = "<|endoftext|> <|im_end|> <|im_start|> <answer> </answer>".split()
-    control += [f"<{slash}tool_{what}>" for what in ("call", "response") for slash in ("", "/")]
+    control = [*"<|endoftext|> <|im_end|> <|im_start|> <answer> </answer>".split(), *TAGS]
     calls = [f'{{"name": "{name}", "arguments": {{"{argument}": "' for name, argument in TOOLS.items()]
     marks = ["<unk>", '"}}', "system\n", "user\n", "assistant\n", "\n", *".,:[]"]
     texts = "No result Error malformed call unknown tool page no calls sessions left From follow"

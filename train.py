@@ -25,6 +25,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from tqdm import tqdm
@@ -32,7 +33,7 @@ from tqdm import tqdm
 import harness
 import mosaic
 import phi
-from eval import describe, evaluate, potentials_at, roll_out, score_sessions, summarise
+from eval import ENGINES, describe, evaluate, potentials_at, roll_out, score_sessions, summarise
 from harness import HfArg, Limits, Setup, Trajectory, UserError, expect
 
 
@@ -88,13 +89,12 @@ def make_config(argv: list[str]) -> Config:
     config.eval_mode = config.eval_mode or config.mode
     config.out = config.out or f"runs/{config.mode}-{config.advantage}-{config.seed}"
     most = 1 if config.tis_cap > 0 else config.tasks_per_step * config.group_size
-    rates = (config.lam, config.beta0, config.beta1, config.clip_low, config.clip_high)
-    counts = (config.steps, config.checkpoint_every, config.tasks_per_step, config.token_budget)
+    rates = (config.lam, config.beta0, config.beta1, config.clip_low, config.clip_high, config.tis_cap)
     for flag, holds, expected in (
         ("--rho", 0 <= config.rho < 1, "0 <= rho < 1"),
-        ("--lam, --beta0, --beta1, --clip-low, --clip-high", all(x >= 0 for x in rates), "numbers from 0"),
-        ("--group-size", config.group_size >= 2, "2 or more trajectories to compare"),
-        ("--steps, --checkpoint-every, --tasks-per-step, --token-budget", min(counts) >= 1, "1 or more"),
+        ("--lam, --beta..., --clip-..., --tis-cap", all(rate >= 0 for rate in rates), "numbers from 0"),
+        ("--tasks-per-step, --group-size", config.tasks_per_step >= 1 < config.group_size, "1, 2 or more"),
+        ("--steps, --checkpoint-every", min(config.steps, config.checkpoint_every) >= 1, "1 or more"),
         ("--minibatches", 1 <= config.minibatches <= most, f"1 to {most} (1 with --tis-cap)"),
         ("--compact-at", 0 < config.compact_at <= 1, "a part of the context, 0 < f <= 1"),
         ("--temperature, --lr", config.temperature > 0 < config.lr, "a number above 0"),
@@ -258,8 +258,7 @@ def update(model, optimizer, trajectories: list[Trajectory], step: int, config: 
             if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
                 sums.update(gap=change_T.abs().sum().item(), gap_tokens=len(change_T))
         gap = sums["gap"] / max(1, sums["gap_tokens"])
-        # Put so that NaN passes: it makes the gradient NaN too, and the step is skipped and counted below.
-        same = not gap > config.parity_tolerance
+        same = not gap > config.parity_tolerance  # NaN passes: the step is skipped and counted below
         expect(same, f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats a token")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norms.append((norm.full_tensor() if SHARDED else norm).item())
@@ -306,7 +305,7 @@ def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config
 def main(argv: list[str] | None = None) -> None:
     try:
         train(make_config(sys.argv[1:] if argv is None else argv))
-    except (UserError, OSError) as error:
+    except (UserError, OSError, SafetensorError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -320,17 +319,17 @@ def train(config: Config) -> None:
     # The old one is what a kill between the two renames of save_checkpoint leaves.
     folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
     expect(folder.exists() or not config.resume, f"--resume: expected a checkpoint in {out}, found none")
-    expect(config.resume or not (out / "metrics.jsonl").exists(), f"--out {out}: expected no run or --resume")
-    if config.resume:
-        begun = json.loads((folder / "mosaic.json").read_text())
-        free = "resume out steps checkpoint_every eval_tasks engine engine_memory search_url token_budget"
-        free += " parity_tolerance"  # with another value of the others, it would be another run
-        other = [key for key in begun if key not in free.split() and begun[key] != vars(config).get(key)]
-        expect(not other, f"--resume: {out} was begun with other values of {', '.join(other)}")
+    begun = folder.exists() or (out / "metrics.jsonl").exists()
+    expect(config.resume or not begun, f"--out {out}: expected no run or --resume")
     tasks, world = harness.offline_tasks(2000, config.seed), harness.open_world(config)
     if config.tasks:
         tasks = harness.load_tasks(config.tasks)
         random.Random(config.seed).shuffle(tasks)
+    if config.resume:
+        old = json.loads((folder / "mosaic.json").read_text())
+        free = "resume out steps checkpoint_every engine engine_memory token_budget parity_tolerance"
+        other = [key for key in old if key not in free.split() and old[key] != vars(config).get(key)]
+        expect(not other, f"--resume: {out} was begun with other values of {', '.join(other)}")
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(vars(config), indent=1))
     start = config.model or from_all([warm_start(config)] if RANK == 0 else [])[0]
@@ -338,7 +337,7 @@ def train(config: Config) -> None:
     model, chat = harness.load_policy(source, tasks, config)
     # HFEngine draws from the trainer's own model, unless that is sharded; VLLMEngine reads its config only.
     own = harness.load_policy(source)[0] if SHARDED and config.engine == "hf" else model
-    engine = harness.ENGINES[config.engine](own, config, config.temperature)
+    engine = ENGINES[config.engine](own, config, config.temperature)
     if SHARDED:
         shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -348,9 +347,9 @@ def train(config: Config) -> None:
         if state["step"]:
             full = states.StateDictOptions(full_state_dict=True)
             states.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=full)
-        for log, size in state["sizes"].items():  # what came after the checkpoint is written again
+        for log in ("metrics.jsonl", "trajectories.jsonl"):  # what came after the checkpoint is written again
             if (out / log).exists() and RANK == 0:
-                os.truncate(out / log, size)
+                os.truncate(out / log, state["sizes"][log])
     if not state["step"]:
         save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, 0, config)
         evaluate_held_out("before", start, config)
@@ -359,17 +358,17 @@ def train(config: Config) -> None:
     broken, stop = 0, []  # a Ctrl-C fills `stop`: the run ends after this step; a second one ends it now
     signal.signal(signal.SIGINT, lambda *_: os._exit(130) if stop else stop.append(True))
     for step in bar:
-        clock = [time.perf_counter()]
+        clock = {"": time.perf_counter()}
         # Gathered one by one as the engine asks for them: no rank ever holds a second set of weights.
         engine.load_weights((name, p.full_tensor() if SHARDED else p) for name, p in model.named_parameters())
-        clock.append(time.perf_counter())
+        clock["sync"] = time.perf_counter()
         engine.reseed((config.seed * 1_000_003 + step) * N_RANKS + RANK)
         # A function of the step alone, so that resuming is exact.
         places = range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step)
         mine = [tasks[k % len(tasks)] for k in places[RANK::N_RANKS] for _ in range(config.group_size)]
         rolled = roll_out(mine, engine, chat, config, world)
         engine.sleep()
-        clock.append(time.perf_counter())
+        clock["rollout"] = time.perf_counter()
         groups = [rolled[g : g + config.group_size] for g in range(0, len(rolled), config.group_size)]
         # reward None: search or judge was down, or an error. That is no failure of the policy's, and no vote.
         lost = from_all([t.stop for t in rolled if t.reward is None])
@@ -377,17 +376,21 @@ def train(config: Config) -> None:
         if SHARDED:  # a forward of all ranks together gathers the weights; then each forwards at its own pace
             phi.answer_logprob(model, [[0]], [[0]])
         score_sessions(model, [t for group in groups for t in group], chat, config.token_budget)
-        clock.append(time.perf_counter())
+        clock["phi"] = time.perf_counter()
         for group in groups:
             credit(group, config, model, chat)
-        clock.append(time.perf_counter())
+        clock["credit"] = time.perf_counter()
         groups = from_all(groups)
         trajectories = [trajectory for group in groups for trajectory in group]
-        if not trajectories and "error" not in lost:  # an error may be that of broken weights
+        asked = from_all([(service, t.reward is None) for t in rolled for service in t.asked])
+        # All that asked it are lost: the others did without it, and to train on them alone would teach that.
+        down = [s for s in dict(asked) if asked.count((s, True)) > 3 and (s, False) not in asked]
+        if (down or not trajectories) and "error" not in lost:  # an error may be that of broken weights
             save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, step, config)
-        expect(trajectories, f"no rollout of step {step} has a verdict: {Counter(lost)}; --resume goes on")
+        why = f"step {step} lost its rollouts, {Counter(lost)}: no answer from {down}; --resume goes on"
+        expect(trajectories and not down, why)
         metrics = update(model, optimizer, trajectories, step, config)
-        clock.append(time.perf_counter())
+        clock["update"] = time.perf_counter()
         broken = broken + 1 if metrics["skipped"] == min(config.minibatches, len(trajectories)) else 0
         expect(broken < 3, f"no finite gradient in three steps; {out}/checkpoint is still good")
         wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
@@ -396,12 +399,11 @@ def train(config: Config) -> None:
         row |= {"dropped": len(lost), "errors": lost.count("error")}
         row |= {"all_success_groups": wins.count(1), "all_failure_groups": wins.count(0)}
         row["mixed_groups"] = sum(0 < win < 1 for win in wins)
-        phases = ("sync", "rollout", "phi", "credit", "update")
-        row |= {f"seconds_{phase}": b - a for phase, (a, b) in zip(phases, pairwise(clock))}
+        row |= {f"seconds_{phase}": b - a for (_, a), (phase, b) in pairwise(clock.items())}
         if RANK == 0:
             harness.append_jsonl(out / "metrics.jsonl", [row])
             harness.append_jsonl(out / "trajectories.jsonl", lines)
-        speed = row["tokens"] * row["n"] / (clock[-1] - clock[0])
+        speed = row["tokens"] * row["n"] / (clock["update"] - clock[""])
         bar.set_postfix({key: row[key] for key in ("reward", "sessions", "forwards")}, tok_per_s=round(speed))
         stopped = any(from_all(stop))
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps or stopped:
@@ -423,7 +425,8 @@ def evaluate_held_out(when: str, start: str, config: Config) -> None:
     row = evaluate([*flags, f"--out={out}/{when}-sampled.jsonl"])
     row |= {f"{key}_greedy": greedy[key] for key in ("accuracy", "interval")}
     results = json.loads((out / "eval.json").read_text()) if (out / "eval.json").exists() else {}
-    (out / "eval.json").write_text(json.dumps(results | {when: row}, indent=1))
+    (out / "eval.json.aside").write_text(json.dumps(results | {when: row}, indent=1))
+    (out / "eval.json.aside").rename(out / "eval.json")
     text = "accuracy {accuracy:.3f} [{interval[0]:.3f}, {interval[1]:.3f}], greedy {accuracy_greedy:.3f}"
     print(f"{when:>6}: {text.format(**row)}; {row['sessions']:.2f} sessions")
 
