@@ -33,7 +33,7 @@ def roll_out(tasks: list, engine, chat, limits: Limits, world=(), progress: str 
 
     async def all_of_them():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # most of them wait
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the first error is raised anyway
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the first error is enough
         rollouts = [harness.rollout(task, engine, chat, "", limits, *world) for task in tasks]
         jobs = map(asyncio.create_task, rollouts)  # here, since gather starts them in any order
         return await tqdm.gather(*jobs, desc=progress, leave=False, disable=not progress)
@@ -159,7 +159,8 @@ def evaluate(argv: list[str]) -> dict:
     last = {row.get("id"): row for _, row in harness.read_jsonl(out)}
     rows = [last[task.id] for task in tasks if task.id in last]
     scored = [row for row in rows if row["reward"] is not None]
-    expect(scored, "search or judge is down: not one question has a verdict")
+    judged = any(row["answer"] for row in scored) or len(scored) == len(rows)
+    expect(judged, "search or judge is down: no answer has a verdict")
     summary = {"decoding": decoding, "seed": config.seed, "file": str(out), **summarise(scored)}
     # The 95 % Wilson interval of a proportion.
     n, p, z = len(scored), summary["accuracy"], 1.96

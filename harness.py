@@ -299,8 +299,7 @@ class Web:
         return {"yes": 1.0, "no": 0.0}[verdict.strip(" *`.\r").lower()]
 
     def ask(self, read, variable: str, url: str, body: dict | None = None):
-        """read(the text that a service answers), or a page's error. It blocks, so it runs in a thread.
-        ConnectionError: the key is refused, or not one try had an answer that could be read."""
+        """read(the text that a service answers), or a page's error. ConnectionError: none can be read."""
         for attempt in range(TRIES):
             time.sleep(attempt and BACKOFF * 2**attempt * random.uniform(0.8, 1.2))
             end, text = time.monotonic() + DEADLINE, bytearray()
@@ -316,9 +315,10 @@ class Web:
                     return read(text.decode("utf-8", "replace"))
             except Exception:  # critical: its text can hold the key, so nobody gets to see it
                 continue
-            if variable and answer.status_code in ((401, 402) if url.startswith(READER) else (401, 402, 403)):
-                raise ConnectionError(f"{variable}: this key is refused, HTTP status {answer.status_code}")
-            if url.startswith(READER) and answer.status_code < 500 and answer.status_code not in (408, 429):
+            status, refused = answer.status_code, (401, 402, 403) if url == SEARCH else (401, 402)
+            if key == os.environ.get(variable) and status in refused:  # there is no other key to try
+                raise ConnectionError(f"{variable}: this key is refused, HTTP status {status}")
+            if url.startswith(READER) and status < 500 and status not in (401, 402, 408, 429):
                 return "Error: page failed to load."
         raise ConnectionError(f"{variable or '--search-url'}: no usable answer in {TRIES} tries")
 
@@ -399,7 +399,7 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def foreign(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Ids of foreign text: a spelled control token is cut in two, a tag of ours which is none spaced."""
+        """Ids of foreign text: spelled control tokens are cut in two; our tags that are none get a space."""
         text = text[: max_tokens and 32 * max_tokens].encode("utf-8", "replace").decode()
         for tag in self.tags:
             text = text.replace(tag, tag.replace("<", "< "))
@@ -432,10 +432,9 @@ def load_policy(source: str, tasks=(), limits=None):
         options = {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
         model, info = AutoModelForCausalLM.from_pretrained(source, **options)
         expect(not info["missing_keys"], f"--model {source}: expected weights of {info['missing_keys']} too")
-    except UserError:
-        raise
     except Exception as error:  # libraries have many words for weights that are torn or do not fit
-        raise UserError(f"--model {source}: expected a model with its tokenizer ({error!r:.200})") from None
+        sentence = f"--model {source}: expected a model with its tokenizer ({error!r:.200})"
+        raise UserError(error if isinstance(error, UserError) else sentence) from None
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), chat
 
 

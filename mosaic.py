@@ -16,7 +16,6 @@ SUCCESS = 0.5  # a reward above this is a success
 NOISE = 4 * torch.finfo(torch.float32).eps  # relative size below which a difference is float32 rounding
 
 
-# ---- Shared by the formulas --------------------------------------------------------------------------------
 def _check(condition, message):
     if not condition:
         raise ValueError(message)

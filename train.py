@@ -328,6 +328,7 @@ def train(config: Config) -> None:
     if config.resume:
         old = json.loads((folder / "mosaic.json").read_text())
         free = "resume out steps checkpoint_every engine engine_memory token_budget parity_tolerance"
+        old["search_url"] = old["search_url"] and (config.search_url or "a server")  # it may move, not go
         other = [key for key in old if key not in free.split() and old[key] != vars(config).get(key)]
         expect(not other, f"--resume: {out} was begun with other values of {', '.join(other)}")
     out.mkdir(parents=True, exist_ok=True)
@@ -359,7 +360,7 @@ def train(config: Config) -> None:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130) if stop else stop.append(True))
     for step in bar:
         clock = {"": time.perf_counter()}
-        # Gathered one by one as the engine asks for them: no rank ever holds a second set of weights.
+        # Gathered one by one as vLLM asks for them: then no rank ever holds a second set of weights.
         engine.load_weights((name, p.full_tensor() if SHARDED else p) for name, p in model.named_parameters())
         clock["sync"] = time.perf_counter()
         engine.reseed((config.seed * 1_000_003 + step) * N_RANKS + RANK)
@@ -383,11 +384,11 @@ def train(config: Config) -> None:
         groups = from_all(groups)
         trajectories = [trajectory for group in groups for trajectory in group]
         asked = from_all([(service, t.reward is None) for t in rolled for service in t.asked])
-        # All that asked it are lost: the others did without it, and to train on them alone would teach that.
+        # Where all that asked a service are lost, the others did without: to train on them would teach that.
         down = [s for s in dict(asked) if asked.count((s, True)) > 3 and (s, False) not in asked]
-        if (down or not trajectories) and "error" not in lost:  # an error may be that of broken weights
+        if (down or not trajectories) and set(lost) != {"error"}:  # which may be that of broken weights
             save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, step, config)
-        why = f"step {step} lost its rollouts, {Counter(lost)}: no answer from {down}; --resume goes on"
+        why = f"step {step} lost {Counter(lost)}, all that asked {down or 'anything'}; --resume goes on"
         expect(trajectories and not down, why)
         metrics = update(model, optimizer, trajectories, step, config)
         clock["update"] = time.perf_counter()
