@@ -54,8 +54,9 @@ def score_sessions(model, trajectories: list[Trajectory], chat, token_budget: in
     for t in trajectories:
         for session in t.sessions[:-1]:
             session.phi_before, session.phi_after = next(values), next(values)
-        before, after = ([getattr(s, key) for s in t.sessions] for key in ("phi_before", "phi_after"))
-        for session, gain in zip(t.sessions, mosaic.information_gain(before, after).tolist()):
+        phi_2N = torch.tensor([(session.phi_before, session.phi_after) for session in t.sessions]).T
+        phi_2N[:, ~phi_2N.isfinite().all(0)] = 0  # where one is not finite, there is no gain to speak of
+        for session, gain in zip(t.sessions, mosaic.information_gain(*phi_2N).tolist()):
             session.gain = gain
 
 

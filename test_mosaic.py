@@ -19,7 +19,6 @@ close = torch.testing.assert_close
 CHAT = harness.Chat(harness.offline_tokenizer())
 
 
-# ---- mosaic.py ---------------------------------------------------------------------------------------------
 def random_groups():
     for rng in map(random.Random, range(120)):  # rewards mixed, all 1, all 0; gains wide, narrow, alike
         size, luck, scale = rng.randint(1, 8), rng.choice((0.5, 0.5, 0, 1)), rng.choice((0.02, 1, 1, 1e-8))
@@ -69,7 +68,6 @@ def test_loss_is_the_objective_however_the_batch_is_cut(cuts):
     close(torch.autograd.grad(loss, policy, retain_graph=True), torch.autograd.grad(slope, policy))
 
 
-# ---- phi.py ------------------------------------------------------------------------------------------------
 IDS = torch.randint(1, 80, (300,), generator=torch.Generator().manual_seed(0)).tolist()
 CUE, ANSWER = IDS[200:205], IDS[205:209]
 
@@ -119,7 +117,6 @@ def test_token_logprobs_their_gradient_and_entropy(lm, token_budget):
         close(a, b, atol=2e-5 * max(1, b.abs().max().item()), rtol=1e-4)
 
 
-# ---- harness.py --------------------------------------------------------------------------------------------
 TASK, MODES = harness.offline_tasks(1, 0)[0], ["single", "compaction", "subagent", "both"]
 CALL = '<tool_call>{"name": "%s", "arguments": {"%s": "%s"}}</tool_call>'
 

@@ -308,6 +308,8 @@ def main(argv: list[str] | None = None) -> None:
     except (UserError, OSError, SafetensorError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:  # before the first step or after the last one
+        raise SystemExit(130) from None
 
 
 def train(config: Config) -> None:
@@ -386,7 +388,7 @@ def train(config: Config) -> None:
         asked = from_all([(service, t.reward is None) for t in rolled for service in t.asked])
         # Where all that asked a service are lost, the others did without: to train on them would teach that.
         down = [s for s in dict(asked) if asked.count((s, True)) > 3 and (s, False) not in asked]
-        if (down or not trajectories) and set(lost) != {"error"}:  # which may be that of broken weights
+        if down or not trajectories:  # the steps before must not be lost
             save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, step, config)
         why = f"step {step} lost {Counter(lost)}, all that asked {down or 'anything'}; --resume goes on"
         expect(trajectories and not down, why)
