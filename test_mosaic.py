@@ -72,7 +72,6 @@ IDS = torch.randint(1, 80, (300,), generator=torch.Generator().manual_seed(0)).t
 CUE, ANSWER = IDS[200:205], IDS[205:209]
 
 
-# plain, hybrid (linear and full attention in turn), and one with tied embeddings
 @pytest.fixture(scope="module", params=["Qwen3Config", "Qwen3_5TextConfig", "LlamaConfig"])
 def lm(request):
     sizes = {"vocab_size": 80, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}

@@ -414,6 +414,7 @@ def train(config: Config) -> None:
         expect(not stopped, f"Ctrl-C: stopped after step {step}; --resume goes on")
     evaluate_held_out("after", start, config)
     if SHARDED and config.engine == "hf":  # vllm ends the processes' group by itself
+        time.sleep(1)  # right after a collective, gloo sometimes aborts the process
         dist.destroy_process_group()
 
 
