@@ -448,9 +448,9 @@ class HFEngine:
         self.waiting, self.runner = [], None
         self.sleep = lambda: None  # it holds nothing that the update could need
 
-    def load_weights(self, named_tensors) -> None:
-        """Copy the trainer's weights; not strict, since tied ones come once."""
-        self.model.load_state_dict(dict(named_tensors), strict=False)
+    def load_weights(self, named_tensors) -> None:  # those of the trainer; tied ones may be missing
+        unknown = self.model.load_state_dict(dict(named_tensors), strict=False).unexpected_keys
+        expect(not unknown, f"--engine hf: expected weights of the same model, found {unknown}")
 
     async def generate(self, token_ids: list[int], max_new_tokens: int, stop: list[int]):
         """-> (sampled ids, with the stop token at their end; log-probs; "stop" or, without it, "length")."""
