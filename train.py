@@ -1,7 +1,8 @@
-"""Synchronous GRPO over sets of sessions, with Mosaic's credit. One step of training, in the main loop below:
+"""Synchronous GRPO over sets of sessions, with Mosaic's credit. One step is the loop at the end of this file:
     tasks -> rollouts -> Phi -> gains -> one advantage per session -> per token -> policy loss -> sync
 
-Left out on purpose: a critic, a reward model, a KL penalty, entropy bonuses, rollouts that overlap training.
+Shapes: T sampled tokens of a micro-batch. Left out on purpose: a critic, a KL penalty, entropy bonuses,
+importance weights between engine and trainer, rollouts that overlap training.
     python train.py --mode compaction            # offline world and tiny model: no GPU, no download
     torchrun --nproc-per-node 8 train.py --preset paper --mode compaction --tasks my.jsonl --corpus docs/
 """
@@ -12,106 +13,108 @@ import math
 import os
 import random
 import shutil
-import signal
 import sys
 import time
-import zlib
 from collections import Counter
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from types import SimpleNamespace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+import eval as evaluation
 import harness
 import mosaic
 import phi
-from eval import ENGINES, describe, evaluate, potentials_at, roll_out, score_sessions, summarise
-from harness import HfArg, Limits, Setup, Trajectory, UserError, expect
+from harness import HfArg, Segment, Setup, UserError, expect, require
 
 
 # ---- Config ------------------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Config(Setup):
-    """One run. The fields are the flags; those of `Limits` and `Setup` (harness.py) come first."""
+    """One run. The fields are the flags; those of Limits and Setup (harness.py) come first."""
 
-    preset: Literal["toy", "paper"] = HfArg(default="toy", help="where the flags start from")
-    advantage: Literal["mosaic", "broadcast", "igpo"] = HfArg(default="mosaic", help="the credit")
+    preset: Literal["", "toy", "own", "paper"] = HfArg(default="", help="empty: own with --tasks, else toy")
+    advantage: str = HfArg(default="mosaic", help="the credit, an entry of mosaic.ADVANTAGES")
     session_aware: bool = HfArg(default=True, help="trajectory level of Mosaic, M4 and M5; without it M1")
     shaping: bool = HfArg(default=True, help="session level of Mosaic, M7 to M10")
-    steps: int = HfArg(default=50, help="steps: a batch of rollouts and its updates each")
-    out: str = HfArg(default="", help="folder of the run; empty: runs/MODE-ADVANTAGE-SEED")
-    resume: bool = HfArg(default=False, help="go on from the checkpoint in the folder of the run")
-    checkpoint_every: int = HfArg(default=10, help="steps between checkpoints")
-    tasks_per_step: int = HfArg(default=2, help="tasks of a step")
-    group_size: int = HfArg(default=4, help="trajectories per task, G")
+    measure_gains: bool = HfArg(default=False, help="pay for Phi and log gains where the credit needs none")
     rho: float = HfArg(default=0.2, help="strength of the session-count signal (M4), 0 <= rho < 1")
     beta0: float = HfArg(default=0.1, help="fallback of all-failure groups (M5)")
     beta1: float = HfArg(default=0.2, help="fallback of all-success groups (M5)")
     lam: float = HfArg(default=0.1, help="weight of the information gain, lambda (M11)")
     clip_low: float = HfArg(default=0.2, help="clip of the importance ratio below 1 (M12)")
     clip_high: float = HfArg(default=0.2, help="clip of the importance ratio above 1 (M12)")
-    minibatches: int = HfArg(default=2, help="optimizer steps per batch, however many sessions it has")
-    lr: float = HfArg(default=1e-6, help="learning rate, constant")
-    tis_cap: float = HfArg(default=0.0, help="cap of the weights trainer / engine, say 2; 0: no weights")
-    parity_tolerance: float = HfArg(default=0.1, help="mean |engine - trainer| log-prob that ends the run")
-    token_budget: int = HfArg(default=16384, help="padded tokens of one forward, in Phi and in the update")
-    eval_tasks: int = HfArg(default=0, help="held-out tasks of the offline world, before and after")
-    eval_mode: Literal["", *get_args(harness.Mode)] = HfArg(default="", help="evaluated mode, if not --mode")
-    warm_start_steps: int = HfArg(default=0, help="steps of behaviour cloning before RL, offline world")
+    steps: int = HfArg(default=60, help="steps: a batch of rollouts and its updates each")
+    tasks_per_step: int = HfArg(default=8, help="tasks of a step")
+    group_size: int = HfArg(default=8, help="trajectories per task, G")
+    minibatches: int = HfArg(default=4, help="optimizer steps per batch, however many sessions it has")
+    lr: float = HfArg(default=4e-4, help="learning rate, constant")
+    parity_tolerance: float = HfArg(default=1e-3, help="mean |engine - trainer| log-prob that ends the run")
+    eval_tasks: int = HfArg(default=256, help="held-out tasks, evaluated before and after")
+    out: str = HfArg(default="", help="folder of the run; empty: runs/[TASKS-]MODE-ADVANTAGE-SEED")
+    resume: bool = HfArg(default=False, help="go on from the checkpoint in the folder of the run")
+    checkpoint_every: int = HfArg(default=10, help="steps between checkpoints")
+
+    def __post_init__(self):
+        prefix = f"{Path(self.tasks).stem}-" if self.tasks else ""
+        self.out = self.out or f"runs/{prefix}{self.mode}-{self.advantage}-{self.seed}"
+        super().__post_init__()
+        require(self, "rho", self.rho < 1, "less than 1")
+        most = self.tasks_per_step * self.group_size
+        require(self, "minibatches", self.minibatches <= most, f"at most the {most} trajectories of a step")
+        known = mosaic.ADVANTAGES
+        require(self, "advantage", self.advantage in known, f"one of {', '.join(known)}")
+        if self.preset == "paper":
+            require(self, "preset", torch.cuda.is_available(), "a GPU")
 
 
-# A preset is the flags that stand before yours. In tiny contexts, what a summary keeps decides what follows.
-PRESETS = {
-    "toy": """--prompts offline --max-context 220 --max-turn-tokens 24 --max-response-tokens 44 --max-turns 14
-        --max-summary-tokens 14 --max-calls 16 --top-k 2 --tasks-per-step 8 --group-size 8 --minibatches 4
-        --steps 60 --lr 4e-4 --parity-tolerance 1e-3 --eval-tasks 256 --warm-start-steps 500""",
-    "paper": """--model Qwen/Qwen3.5-4B --engine vllm --max-context 131072 --max-turn-tokens 8192
-        --max-response-tokens 16384 --max-summary-tokens 4096 --max-turns 100 --max-subagent-turns 30
-        --max-sessions 17 --max-calls 200 --max-parallel-calls 4 --tasks-per-step 16 --group-size 8 --steps 62
-        --minibatches 1 --tis-cap 2 --token-budget 131072 --checkpoint-every 2""",
-}
+# What stands in the place of the fields' defaults; flags go before it.
+PRESETS = {"toy": {}, "own": {"tasks_per_step": 2, "group_size": 4, "minibatches": 1, "lr": 1e-6}}
+PRESETS["own"] |= {"parity_tolerance": 0.1, "eval_tasks": 0, "token_budget": 8192}
+PRESETS["paper"] = PRESETS["own"] | {"model": "Qwen/Qwen3.5-4B", "engine": "vllm", "max_context": 131072}
+PRESETS["paper"] |= {"max_turn_tokens": 8192, "max_response_tokens": 16384, "max_summary_tokens": 4096}
+PRESETS["paper"] |= {"max_turns": 100, "max_calls": 200, "max_subagent_turns": 30, "max_sessions": 17}
+PRESETS["paper"] |= {"max_parallel_calls": 4, "token_budget": 65536, "tasks_per_step": 16, "group_size": 8}
+PRESETS["paper"] |= {"steps": 62, "checkpoint_every": 2}
+MAY_CHANGE = "resume out steps checkpoint_every engine engine_memory token_budget search_url".split()
 
 
-def make_config(argv: list[str]) -> Config:
-    """The preset's flags, then yours. UserError: a value that makes no sense."""
-    config = harness.parse_flags(Config, argv, __doc__)
-    if config.preset == "paper" or not config.tasks:
-        # Tasks of one's own start from the fields' defaults, which suit a small model.
-        config = harness.parse_flags(Config, PRESETS[config.preset].split() + argv, __doc__)
-    config.eval_mode = config.eval_mode or config.mode
-    config.out = config.out or f"runs/{config.mode}-{config.advantage}-{config.seed}"
-    most = 1 if config.tis_cap > 0 else config.tasks_per_step * config.group_size
-    rates = (config.lam, config.beta0, config.beta1, config.clip_low, config.clip_high, config.tis_cap)
-    for flag, holds, expected in (
-        ("--rho", 0 <= config.rho < 1, "0 <= rho < 1"),
-        ("--lam, --beta..., --clip-..., --tis-cap", all(rate >= 0 for rate in rates), "numbers from 0"),
-        ("--tasks-per-step, --group-size", config.tasks_per_step >= 1 < config.group_size, "1, 2 or more"),
-        ("--steps, --checkpoint-every", min(config.steps, config.checkpoint_every) >= 1, "1 or more"),
-        ("--minibatches", 1 <= config.minibatches <= most, f"1 to {most} (1 with --tis-cap)"),
-        ("--compact-at", 0 < config.compact_at <= 1, "a part of the context, 0 < f <= 1"),
-        ("--temperature, --lr", config.temperature > 0 < config.lr, "a number above 0"),
-        ("--model", bool(config.model) or not config.tasks, "a model that can read --tasks"),
-        ("--preset paper", config.preset != "paper" or torch.cuda.is_available(), "a GPU"),
-        ("--model", "Qwen3.5" not in config.model or harness.find_spec("fla"), "flash-linear-attention"),
-    ):
-        expect(holds, f"{flag}: expected {expected}")
-    return config
+def make_config(argv):
+    """The preset, then your flags; with --resume the run's own config, and of your flags what may change."""
+    given = harness.parse_flags(Config, argv, __doc__)
+    given["preset"] = given.get("preset") or ("own" if given.get("tasks") else "toy")
+    sizes = harness.SIZES["own" if given.get("tasks") else given.get("mode", "compaction")]
+    config = Config(**{**sizes, **PRESETS[given["preset"]], **given})
+    if not config.resume:
+        return config
+    saved = Path(config.out, "config.json")
+    expect(saved.exists(), f"--resume: expected a run in {config.out}, found none")
+    begun = json.loads(saved.read_text())
+    for name, value in given.items():
+        free = name in MAY_CHANGE or value == begun[name]
+        require(config, name, free, f"{begun[name]!r}, with which {config.out} was begun")
+    return Config(**{**begun, **given})
 
 
 # ---- Ranks: the processes that torchrun starts, each with its own groups of rollouts -----------------------
 SHARDED = "RANK" in os.environ
-RANK, N_RANKS = (int(os.environ.get(key, n)) for key, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+RANK = int(os.environ.get("RANK", 0))
+N_RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
 
-def from_all(items: list) -> list:
+def from_all(items):
     """The items of all ranks, in the order of the ranks."""
     parts = [items] * N_RANKS
     if SHARDED:
@@ -119,320 +122,391 @@ def from_all(items: list) -> list:
     return [item for part in parts for item in part]
 
 
-def shard(model) -> None:
-    """FSDP2: each rank keeps a slice of the float32 weights; on GPUs the layers compute in bfloat16. Weights
+def checkpointed(forward):
+    """A block's forward whose activations the backward pass computes anew; its input waits on the CPU."""
+
+    def run(*args, **options):
+        if not torch.is_grad_enabled():
+            return forward(*args, **options)
+        gpu = torch.cuda.is_available()
+        with torch.autograd.graph.save_on_cpu(pin_memory=True) if gpu else nullcontext():
+            return checkpoint(forward, *args, use_reentrant=False, **options)
+
+    return run
+
+
+def shard(model):
+    """FSDP2: each rank keeps a slice of the float32 weights; on GPUs the blocks compute in bfloat16. Weights
     that were gathered for a forward stay so until the next backward."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()  # else nothing is checkpointed
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    expect(blocks, f"torchrun: expected a model made of blocks, found none in {type(model).__name__}")
+    for block in blocks:
+        block.forward = checkpointed(block.forward)
     dtypes = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else (None, None)
-    for module in [*model.base_model.layers, model]:
+    for module in [*blocks, model]:
         fully_shard(module, mp_policy=MixedPrecisionPolicy(*dtypes), reshard_after_forward=False)
     model.forward_logprobs = partial(phi.forward_logprobs, model)
-    register_fsdp_forward_method(model, "forward_logprobs")
+    register_fsdp_forward_method(model, "forward_logprobs")  # before it, FSDP gathers the weights
 
 
-# ---- Warm start --------------------------------------------------------------------------------------------
-def warm_start(config: Config) -> str:
-    """The folder of the tiny model after behaviour cloning of the scripted agent, made unless it is there."""
-    keys = (*vars(Limits()), "temperature", "warm_start_steps")
-    config = dataclasses.replace(config, mode=config.eval_mode)
-    recipe = repr([Path(harness.__file__).read_text()] + [getattr(config, key) for key in keys])
-    folder = Path(f"runs/warm-start-{config.mode}-{zlib.crc32(recipe.encode()):08x}")
-    if folder.exists():
-        return str(folder)
-    chat = harness.Chat(harness.offline_tokenizer())
-    model = harness.offline_model(len(chat.tokenizer), seed=0)  # runs of any --seed share one warm start
-    demonstrator = harness.Demonstrator(chat, random.Random(0))
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-    bar = tqdm(range(config.warm_start_steps), desc="warm start, once")
-    for step in bar:
-        trajectories = roll_out(harness.offline_tasks(16, 1_000_000 + step), demonstrator, chat, config)
-        segments = [segment for trajectory in trajectories for segment in trajectory.segments]
-        loss = -torch.cat(sampled_logprobs(model, segments, config)[0]).mean()
-        rise, fall = (step + 1) / 20, (config.warm_start_steps - step) / (0.3 * config.warm_start_steps)
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, rise, fall)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        bar.set_postfix_str(f"loss {loss.item():.3f}")
-    aside = folder.with_name(f"{folder.name}.{time.time_ns()}")
-    model.save_pretrained(aside)
-    chat.tokenizer.save_pretrained(aside)
-    if not folder.exists():  # another run may have been faster
-        aside.rename(folder)
-    return str(folder)
+def forward(model, *args, **options):
+    """What phi.py calls in the place of its own forward_logprobs."""
+    return (model.forward_logprobs if SHARDED else partial(phi.forward_logprobs, model))(*args, **options)
 
 
-# ---- Credit: one group, its gains known, and every token gets an advantage ---------------------------------
-def credit(group: list[Trajectory], config: Config, model, chat) -> None:
-    """Normalised gains (M8), and an advantage for every session and all its tokens: M11, M2 or IGPO's."""
-    rewards = [trajectory.reward for trajectory in group]
-    kinds, gains = ([[getattr(s, key) for s in t.sessions] for t in group] for key in ("kind", "gain"))
-    scores, advantages = mosaic.normalise_by_kind(gains, kinds), mosaic.broadcast_advantage(rewards, kinds)
-    if config.advantage == "mosaic":
-        options = (config.rho, config.beta0, config.beta1, config.lam, config.session_aware, config.shaping)
-        advantages = mosaic.mosaic_advantage(rewards, kinds, gains, *options)
-    for trajectory, scores_N, advantages_N in zip(group, scores, advantages):
-        for session, score, advantage in zip(trajectory.sessions, scores_N.tolist(), advantages_N.tolist()):
-            session.normalised, session.advantage = score, advantage
+# ---- Credit: M8 to M11 for the sessions of one group, and for each of their tokens -------------------------
+def credit(group, turn_probs, config):
+    """Write the normalised gain and the advantage of each session, and the advantage of each token.
+    turn_probs: for a credit that needs Phi at turns, exp(Phi) where those of each trajectory begin."""
+    kinds = [[session.kind for session in trajectory.sessions] for trajectory in group]
+    gains = normalised = None
+    if group[0].sessions[0].gain is not None:
+        gains = [[session.gain for session in trajectory.sessions] for trajectory in group]
+        normalised = mosaic.normalise_by_kind(gains, kinds)
+        for trajectory, normalised_N in zip(group, normalised):
+            for session, score in zip(trajectory.sessions, normalised_N.tolist()):
+                session.normalised = score
+    view = mosaic.Group([trajectory.reward for trajectory in group], kinds, gains, normalised, turn_probs)
+    estimator = mosaic.ADVANTAGES[config.advantage]
+    for trajectory, advantages in zip(group, estimator.function(view, config), strict=True):
+        if estimator.phi_at == "turns":
+            credit_turns(trajectory, advantages.tolist())
+            continue
+        for session, advantage in zip(trajectory.sessions, advantages.tolist(), strict=True):
+            session.advantage = advantage
         for segment in trajectory.segments:
-            segment.advantage = advantages_N[segment.session].tolist()
-    if config.advantage == "igpo":  # finer than by session: every turn's own, in place of those above
-        igpo_credit(group, config, model, chat)
+            segment.advantage = [trajectory.sessions[j].advantage for j in segment.session]
 
 
-def igpo_credit(group: list[Trajectory], config: Config, model, chat) -> None:
-    """IGPO, an advantage per turn of the main agent; a subagent shares that of the turn that sent it."""
-    turns = [[] for _ in group]  # (segment, start, stop) of each turn and what it was answered
-    for mine, trajectory in zip(turns, group):
-        for index in [session.segment for session in trajectory.sessions if session.kind == "normal"]:
-            segment = trajectory.segments[index]
-            mine += [(index, a, b) for a, b in pairwise([*segment.turns, len(segment.token_ids)])]
-    places = [(t, segment, start) for t, turns_n in zip(group, turns) for segment, start, _ in turns_n]
-    values = torch.tensor(potentials_at(model, places, chat, config.token_budget))
-    # Entry t is Phi before turn t + 1. The last turn earns the outcome, so nothing is wanted after it.
-    probs = [torch.cat([phi_n, phi_n[-1:]]).exp() for phi_n in values.split(list(map(len, turns)))]
-    advantages = mosaic.igpo_advantage([trajectory.reward for trajectory in group], probs)
-    for t, turns_n, advantages_n in zip(group, turns, advantages):
-        for (index, start, stop), advantage in zip(turns_n, advantages_n.tolist()):
-            t.segments[index].advantage[start:stop] = [advantage] * (stop - start)
-        for session in t.sessions:
+def credit_turns(trajectory, advantages):
+    """An advantage per turn of the main agent; a subagent shares that of the turn that sent it."""
+    for segment in trajectory.segments:
+        segment.advantage = [0.0] * len(segment.token_ids)
+    for (index, start, stop), advantage in zip(trajectory.main_turns(), advantages, strict=True):
+        trajectory.segments[index].advantage[start:stop] = [advantage] * (stop - start)
+    for session in trajectory.sessions:
+        own = trajectory.segments[session.segment]
+        if session.kind == "subagent":
             index, merged = session.before
-            if session.kind == "subagent":
-                t.segments[session.segment].advantage = [t.segments[index].advantage[merged]] * session.stop
-            session.advantage = t.segments[session.segment].advantage[session.stop - 1]  # its last turn's
+            own.advantage = [trajectory.segments[index].advantage[merged]] * len(own.token_ids)
+        session.advantage = own.advantage[session.stop - 1]  # of its last turn
 
 
-# ---- Update ------------------------------------------------------------------------------------------------
-def sampled_logprobs(model, segments: list, config: Config) -> tuple[list, list]:
-    """(log-probs, entropies) of the tokens of each segment that the policy sampled."""
-    ids, wanted = zip(*[(segment.token_ids, segment.sampled[1:]) for segment in segments])
-    return phi.token_logprobs(model, ids, wanted, config.token_budget, True, temperature=config.temperature)
+# ---- Update (M12) ------------------------------------------------------------------------------------------
+EMPTY = (Segment([0, 0], [False, False]), torch.zeros(3, 0))
 
 
-def token_rows(trajectories: list[Trajectory]) -> list[list[tuple]]:
-    """Per trajectory its segments with old log-probs, advantages and weights, [T] of the sampled tokens."""
+def rows_of(trajectory, n_trajectories):
+    """Each segment with the old log-probs, advantages and weights of its sampled tokens, [3, T]. The weight
+    is M12's 1 / (G T_i) over the whole batch, taken here, before anything is split."""
+    n_sampled = sum(sum(segment.sampled) for segment in trajectory.segments)
     rows = []
-    for trajectory in trajectories:
-        # M12's denominators are those of the whole batch, taken here, before anything is split.
-        weight = 1 / len(trajectories) / sum(sum(segment.sampled) for segment in trajectory.segments)
-        rows.append([])
-        for segment in trajectory.segments:
-            lists = (segment.logprobs, segment.advantage, [weight] * len(segment.sampled))
-            rows[-1].append((segment, *torch.tensor(lists)[:, torch.tensor(segment.sampled)]))
+    for segment in trajectory.segments:
+        weights = [1 / (n_trajectories * n_sampled)] * len(segment.sampled)
+        columns = torch.tensor([segment.logprobs, segment.advantage, weights])
+        rows.append((segment, columns[:, torch.tensor(segment.sampled)]))
     return rows
 
 
-def update(model, optimizer, trajectories: list[Trajectory], step: int, config: Config) -> dict:
-    """`minibatches` optimizer steps on one batch (M12), which all ranks know whole. -> metrics."""
-    rows = random.Random(f"{config.seed} {step}").sample(token_rows(trajectories), len(trajectories))
-    nothing = (harness.Segment([0, 0], [False, False]), *torch.zeros(3, 0))
-    sums, norms = Counter(), []
-    n_minibatches = min(config.minibatches, len(rows))
+def loss_of(model, part, config, sums):
+    """M12 for the rows of a micro-batch; what it measures on the way is added to `sums`."""
+    ids = [segment.token_ids for segment, _ in part]
+    wanted = [segment.sampled[1:] for segment, _ in part]
+    options = {"with_entropy": True, "forward": forward, "temperature": config.temperature}
+    logprobs, entropies = phi.token_logprobs(model, ids, wanted, config.token_budget, **options)
+    logprobs_T = torch.cat(logprobs)
+    old_T, advantages_T, weights_T = torch.cat([columns for _, columns in part], dim=1).to(model.device)
+    loss = mosaic.policy_loss(logprobs_T, old_T, advantages_T, weights_T, config.clip_low, config.clip_high)
+    change_T = logprobs_T.detach() - old_T
+    outside_T = (change_T.exp() < 1 - config.clip_low) | (change_T.exp() > 1 + config.clip_high)
+    sums["loss"] += loss.item()
+    sums["tokens"] += len(change_T)
+    sums["gap"] += change_T.abs().sum().item()
+    sums["entropy"] += torch.cat(entropies).sum().item()
+    sums["clip_fraction"] += outside_T.sum().item()
+    sums["forwarded"] += sum(len(segment.token_ids) for segment, _ in part if segment is not EMPTY[0])
+    return loss
+
+
+def update(model, optimizer, trajectories, step, config):
+    """`minibatches` optimizer steps on one batch (M12), which all ranks know whole -> metrics."""
+    shuffled = random.Random(f"{config.seed} {step}").sample(trajectories, len(trajectories))
+    n_minibatches = min(config.minibatches, len(shuffled))
+    totals = Counter()
     for m in range(n_minibatches):
-        # Whole trajectories are dealt out: the number of optimizer steps does not depend on sessions.
-        minibatch = [row for of_trajectory in rows[m::n_minibatches] for row in of_trajectory]
-        lengths = [len(row[0].token_ids) for row in minibatch]
+        rows = []
+        for trajectory in shuffled[m::n_minibatches]:  # whole ones: a vote each, however many sessions
+            rows += rows_of(trajectory, len(shuffled))
+        lengths = [len(segment.token_ids) for segment, _ in rows]
         budget = min(config.token_budget, len(lengths) * max(lengths) // N_RANKS)
-        parts = phi.batches_by_length(lengths, budget)
-        # critical: micro-batches are as many on every rank, else ranks wait for ever; `nothing` weighs 0.
-        parts += [[]] * (-len(parts) % N_RANKS)
-        for part in parts[RANK::N_RANKS]:
-            segments, *columns = zip(*([minibatch[k] for k in part] or [nothing]))
-            logprobs_T, entropy_T = map(torch.cat, sampled_logprobs(model, segments, config))
-            old_T, advantages_T, weights_T = (torch.cat(column).to(model.device) for column in columns)
-            change_T = logprobs_T.detach() - old_T
-            if config.tis_cap > 0:  # truncated importance sampling, Yao et al. 2025; not Mosaic's
-                weights_T = weights_T * change_T.exp().clamp(max=config.tis_cap)
-                old_T = logprobs_T.detach()  # there is one minibatch, so those of now are the old ones
-            clips = (config.clip_low, config.clip_high)
-            loss = mosaic.policy_loss(logprobs_T, old_T, advantages_T, weights_T, *clips)
+        parts = [[rows[k] for k in part] for part in phi.batches_by_length(lengths, budget)]
+        # critical: as many on every rank, else ranks wait for ever. The missing ones weigh nothing.
+        parts += [[EMPTY]] * (-len(parts) % N_RANKS)
+        sums = Counter()
+        for part in tqdm(parts[RANK::N_RANKS], "update", leave=False, disable=QUIET):
             # A minibatch stands for the whole batch, so its gradient is scaled up to estimate the batch's.
             # critical: FSDP averages gradients over the ranks, and M12 wants their sum.
-            (loss * n_minibatches * N_RANKS).backward()
-            outside = (change_T.exp() < 1 - config.clip_low) | (change_T.exp() > 1 + config.clip_high)
-            sums.update(loss=loss.item(), tokens=len(change_T), entropy=entropy_T.sum().item())
-            sums["clip_fraction"] += outside.sum().item()
-            sums["forwarded"] += sum(len(segment.token_ids) for segment in segments if part)
-            if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
-                sums.update(gap=change_T.abs().sum().item(), gap_tokens=len(change_T))
-        gap = sums["gap"] / max(1, sums["gap_tokens"])
-        same = not gap > config.parity_tolerance  # NaN passes: the step is skipped and counted below
-        expect(same, f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats a token")
+            (loss_of(model, part, config, sums) * n_minibatches * N_RANKS).backward()
+        for sums_of_rank in from_all([sums]):  # all ranks judge the same figures, so that none ends alone
+            totals.update(sums_of_rank)
+        if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
+            gap = totals["gap"] / totals["tokens"]
+            same = not gap > config.parity_tolerance  # a NaN passes: the step is skipped and counted below
+            expect(same, f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats a token")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        norms.append((norm.full_tensor() if SHARDED else norm).item())
-        if math.isfinite(norms[-1]):  # a broken minibatch must not spoil the weights of a run of days
+        norm = (norm.full_tensor() if SHARDED else norm).item()
+        totals["grad_norm"] += norm / n_minibatches
+        if math.isfinite(norm):  # a broken minibatch must not spoil the weights of a run of days
             optimizer.step()
+        else:
+            totals["skipped"] += 1
         optimizer.zero_grad()
-    all_sums = from_all([sums])
-    sums = {key: sum(part[key] for part in all_sums) for key in sums}
     unique = sum(session.stop - session.start for t in trajectories for session in t.sessions)
-    row = {key: sums[key] / sums["tokens"] for key in ("entropy", "clip_fraction")}
-    skipped = len(norms) - sum(map(math.isfinite, norms))
-    row |= {"loss": sums["loss"], "grad_norm": sum(norms) / len(norms), "skipped": skipped}
-    return row | {"engine_gap": sums["gap"] / sums["gap_tokens"], "forwards": sums["forwarded"] / unique}
+    row = {key: totals[key] for key in ("loss", "grad_norm", "skipped")}
+    row |= {key: totals[key] / totals["tokens"] for key in ("entropy", "clip_fraction")}
+    return row | {"engine_gap": gap, "forwards": totals["forwarded"] / unique}  # 1: each token forwarded once
 
 
-# ---- The folder of a run -----------------------------------------------------------------------------------
-def save_checkpoint(folder: Path, model, tokenizer, optimizer, step: int, config: Config) -> None:
-    """Written aside, then renamed: a folder of this name is always whole. It fits any number of ranks."""
-    full = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = states.get_model_state_dict(model, options=full)
-    # Not before the first step: to have something to give, it would take one.
-    adam = states.get_optimizer_state_dict(model, optimizer, options=full) if step else {}
-    aside, old = folder.with_name("checkpoint.aside"), folder.with_name("checkpoint.old")
-    if RANK == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        logs = ("metrics.jsonl", "trajectories.jsonl")
-        sizes = {log: (folder.parent / log).stat().st_size if step else 0 for log in logs}
-        try:
-            model.save_pretrained(aside, state_dict=weights)
-            tokenizer.save_pretrained(aside)
-            (aside / "mosaic.json").write_text(json.dumps(vars(config), indent=1))
-            torch.save({"step": step, "optimizer": adam, "sizes": sizes}, aside / "trainer.pt")
-        except Exception as error:  # libraries have many words for a disk that is full
-            raise UserError(f"{aside}: cannot be written ({error}); what was saved before is whole") from None
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-        aside.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    from_all([])  # the others wait for the first, which writes
+# ---- A run: what stands ready before the first step, and its folder ----------------------------------------
+QUIET = True if RANK else None  # of progress bars; None: they show on a terminal
+LOGS = ("metrics.jsonl", "trajectories.jsonl")
 
 
-# ---- The main loop -----------------------------------------------------------------------------------------
-def main(argv: list[str] | None = None) -> None:
-    try:
-        train(make_config(sys.argv[1:] if argv is None else argv))
-    except (UserError, OSError, SafetensorError) as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:  # before the first step or after the last one
-        raise SystemExit(130) from None
+def split_tasks(config):
+    """(tasks to train on, tasks held out). The held-out ones are the same whatever the seed."""
+    path = config.tasks or harness.WORLD / "train.jsonl"
+    tasks = harness.load_tasks(path)
+    held_out = [] if config.tasks else harness.load_tasks(harness.WORLD / "held-out.jsonl")
+    if config.tasks:
+        require(
+            config, "eval_tasks", config.eval_tasks < len(tasks), f"fewer than the {len(tasks)} of --tasks"
+        )
+        random.Random(0).shuffle(tasks)
+        held_out, tasks = tasks[: config.eval_tasks], tasks[config.eval_tasks :]
+    random.Random(config.seed).shuffle(tasks)
+    return tasks, held_out[: config.eval_tasks]
 
 
-def train(config: Config) -> None:
+def set_up(config):
+    """-> (all that a run needs, the number of its next step)."""
     if SHARDED:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(timeout=timedelta(hours=2))  # one that hangs may hang the others so long
     out = Path(config.out)
-    # The old one is what a kill between the two renames of save_checkpoint leaves.
-    folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
-    expect(folder.exists() or not config.resume, f"--resume: expected a checkpoint in {out}, found none")
-    begun = folder.exists() or (out / "metrics.jsonl").exists()
-    expect(config.resume or not begun, f"--out {out}: expected no run or --resume")
-    tasks, world = harness.offline_tasks(2000, config.seed), harness.open_world(config)
-    if config.tasks:
-        tasks = harness.load_tasks(config.tasks)
-        random.Random(config.seed).shuffle(tasks)
+    # The one aside is whole where a kill came between the last two lines of save_checkpoint.
+    folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.aside")
     if config.resume:
-        old = json.loads((folder / "mosaic.json").read_text())
-        free = "resume out steps checkpoint_every engine engine_memory token_budget parity_tolerance"
-        old["search_url"] = old["search_url"] and (config.search_url or "a server")  # it may move, not go
-        other = [key for key in old if key not in free.split() and old[key] != vars(config).get(key)]
-        expect(not other, f"--resume: {out} was begun with other values of {', '.join(other)}")
+        expect(folder.exists(), f"--resume: expected a checkpoint in {out}, found none")
+    else:
+        begun = folder.exists() or (out / LOGS[0]).exists()
+        expect(not begun, f"--out {out}: a run is there; expected --resume or another folder")
+    tasks, held_out = split_tasks(config)
+    world = harness.open_world(config)  # (tools, judge)
+    source = str(folder) if config.resume else harness.policy_of(config)
+    model, chat = harness.load_policy(source, config.max_context)
+    if torch.cuda.is_available() and model.config.get_text_config().model_type.startswith("qwen3_5"):
+        require(config, "model", find_spec("fla"), "pip install flash-linear-attention")
+    for task in [*tasks, *held_out]:
+        config.room(chat, task)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(vars(config), indent=1))
-    start = config.model or from_all([warm_start(config)] if RANK == 0 else [])[0]
-    source = str(folder) if config.resume else start
-    model, chat = harness.load_policy(source, tasks, config)
     # HFEngine draws from the trainer's own model, unless that is sharded; VLLMEngine reads its config only.
     own = harness.load_policy(source)[0] if SHARDED and config.engine == "hf" else model
-    engine = ENGINES[config.engine](own, config, config.temperature)
+    engine = harness.ENGINES[config.engine](own, config, config.temperature)
+    engine.load_weights(model.named_parameters())
+    evaluation.check_paths(model, chat, engine, config, tasks[0])
+    engine.sleep()
     if SHARDED:
         shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    state = {"step": 0}
-    if config.resume:
-        state = torch.load(folder / "trainer.pt", weights_only=True, mmap=True)
-        if state["step"]:
-            full = states.StateDictOptions(full_state_dict=True)
-            states.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=full)
-        for log in ("metrics.jsonl", "trajectories.jsonl"):  # what came after the checkpoint is written again
-            if (out / log).exists() and RANK == 0:
-                os.truncate(out / log, state["sizes"][log])
-    if not state["step"]:
-        save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, 0, config)
-        evaluate_held_out("before", start, config)
-    steps = range(state["step"], config.steps)
-    bar = tqdm(steps, config.out, initial=state["step"], total=config.steps, disable=RANK > 0)
-    broken, stop = 0, []  # a Ctrl-C fills `stop`: the run ends after this step; a second one ends it now
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130) if stop else stop.append(True))
-    for step in bar:
-        clock = {"": time.perf_counter()}
-        # Gathered one by one as vLLM asks for them: then no rank ever holds a second set of weights.
-        engine.load_weights((name, p.full_tensor() if SHARDED else p) for name, p in model.named_parameters())
+    run = SimpleNamespace(config=config, out=out, tasks=tasks, held_out=held_out, world=world)
+    vars(run).update(model=model, chat=chat, engine=engine, optimizer=optimizer)
+    if not config.resume:
+        return run, 0
+    state = torch.load(folder / "trainer.pt", weights_only=True, mmap=True)
+    if state["step"]:
+        full = states.StateDictOptions(full_state_dict=True)
+        states.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=full)
+    for log in LOGS if RANK == 0 else ():  # what came after the checkpoint is done again
+        if (out / log).exists():
+            os.truncate(out / log, state["sizes"][log])
+    return run, state["step"]
+
+
+def save_checkpoint(run, step):
+    """Written aside, then renamed: a folder of this name is always whole. It fits any number of ranks."""
+    full = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = states.get_model_state_dict(run.model, options=full)
+    # Before the first step there is no state, and to ask for it would make a step.
+    adam = states.get_optimizer_state_dict(run.model, run.optimizer, options=full) if step else {}
+    folder, aside = run.out / "checkpoint", run.out / "checkpoint.aside"
+    if RANK == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        sizes = {log: (run.out / log).stat().st_size if step else 0 for log in LOGS}
+        try:
+            run.model.save_pretrained(aside, state_dict=weights)
+            run.chat.tokenizer.save_pretrained(aside)
+            (aside / "mosaic.json").write_text(json.dumps(vars(run.config), indent=1))
+            torch.save({"step": step, "optimizer": adam, "sizes": sizes}, aside / "trainer.pt")
+        except Exception as error:  # libraries have many words for a disk that is full
+            raise UserError(f"{aside}: cannot be written ({error}); what was saved before is whole") from None
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    from_all([])  # the others wait for the first, which writes
+
+
+def sync_weights(run):
+    """Hand the weights to the engine, gathered one by one: no rank ever holds a second set of them."""
+    pairs = run.model.named_parameters()
+    run.engine.load_weights((name, p.full_tensor() if SHARDED else p) for name, p in pairs)
+
+
+def evaluate_held_out(run, when, step):
+    """The policy on the held-out tasks, sampled, and in the offline world greedy too; into eval.json."""
+    if not run.held_out:
+        return
+    sync_weights(run)
+    if RANK == 0:
+        # Gains are scored by the policy that RL started from: to compare runs takes one yardstick.
+        scorer = None if SHARDED else harness.load_policy(harness.policy_of(run.config))[0]
+        row = {"steps": step}
+        for decoding in ("sampled",) if run.config.tasks else ("greedy", "sampled"):
+            run.engine.temperature = run.config.temperature if decoding == "sampled" else 0.0
+            out = run.out / f"{when}-{decoding}.jsonl"
+            out.unlink(missing_ok=True)
+            figures = evaluation.evaluate(
+                run.held_out, run.engine, run.chat, run.config, run.world, out, scorer
+            )
+            row |= figures if decoding == "sampled" else {"accuracy_greedy": figures["accuracy"]}
+        file = run.out / "eval.json"
+        results = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(results | {when: row}, indent=1))
+        text = (
+            "accuracy {accuracy:.3f} [{interval[0]:.3f}, {interval[1]:.3f}], {sessions:.2f} sessions, n {n}"
+        )
+        greedy = "" if run.config.tasks else f", greedy accuracy {row['accuracy_greedy']:.3f}"
+        tqdm.write(f"{when:>6}: {text.format(**row)}{greedy}")
+    from_all([])
+
+
+# ---- The main loop -----------------------------------------------------------------------------------------
+def train(config):
+    run, step = set_up(config)
+    if step == 0:
+        save_checkpoint(run, step)
+        evaluate_held_out(run, "before", step)
+    phi_at, hinted = mosaic.ADVANTAGES[config.advantage].phi_at, False
+    bar = tqdm(total=config.steps, initial=step, desc=config.out, disable=QUIET)
+    while step < config.steps:
+        clock = {"start": time.perf_counter()}
+        sync_weights(run)
+        run.engine.temperature = config.temperature
+        run.engine.reseed((config.seed * 1_000_003 + step) * N_RANKS + RANK)
         clock["sync"] = time.perf_counter()
-        engine.reseed((config.seed * 1_000_003 + step) * N_RANKS + RANK)
-        # A function of the step alone, so that resuming is exact.
-        places = range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step)
-        mine = [tasks[k % len(tasks)] for k in places[RANK::N_RANKS] for _ in range(config.group_size)]
-        rolled = roll_out(mine, engine, chat, config, world)
-        engine.sleep()
+
+        # 1, 2. A group of trajectories per task, each with its reward.
+        # Which tasks is a function of the step alone, so that resuming is exact.
+        places = range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step)[RANK::N_RANKS]
+        tasks = [run.tasks[k % len(run.tasks)] for k in places for _ in range(config.group_size)]
+        rolled = harness.roll_out(tasks, run.engine, run.chat, config, *run.world, "rollouts")
+        run.engine.sleep()
+        groups = groups_of(run, rolled, step)
         clock["rollout"] = time.perf_counter()
-        groups = [rolled[g : g + config.group_size] for g in range(0, len(rolled), config.group_size)]
-        # reward None: search or judge was down, or an error. That is no failure of the policy's, and no vote.
-        lost = from_all([t.stop for t in rolled if t.reward is None])
-        groups = [kept for group in groups if (kept := [t for t in group if t.reward is not None])]
-        if SHARDED:  # a forward of all ranks together gathers the weights; then each forwards at its own pace
-            phi.answer_logprob(model, [[0]], [[0]])
-        score_sessions(model, [t for group in groups for t in group], chat, config.token_budget)
+
+        # 3, 4. Phi at the boundaries of sessions, and gains.
+        if SHARDED:  # a forward of all ranks together gathers the weights; then each goes at its own pace
+            phi.answer_logprob(run.model, [[0]], [[0]], forward=forward)
+        options = {"cue": run.chat.cue, "token_budget": config.token_budget, "forward": forward}
+        if phi_at == "sessions" or config.measure_gains:
+            evaluation.score_gains(run.model, [t for group in groups for t in group], **options)
         clock["phi"] = time.perf_counter()
+
+        # 5, 6. One advantage per session (or turn), given to all its tokens.
         for group in groups:
-            credit(group, config, model, chat)
+            at_turns = phi.turn_probabilities(run.model, group, **options) if phi_at == "turns" else None
+            credit(group, at_turns, config)
         clock["credit"] = time.perf_counter()
+
+        # 7. Clipped policy-gradient steps on the trajectories of all ranks.
         groups = from_all(groups)
         trajectories = [trajectory for group in groups for trajectory in group]
-        asked = from_all([(service, t.reward is None) for t in rolled for service in t.asked])
-        # Where all that asked a service are lost, the others did without: to train on them would teach that.
-        down = [s for s in dict(asked) if asked.count((s, True)) > 3 and (s, False) not in asked]
-        if down or not trajectories:  # the steps before must not be lost
-            save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, step, config)
-        why = f"step {step} lost {Counter(lost)}, all that asked {down or 'anything'}; --resume goes on"
-        expect(trajectories and not down, why)
-        metrics = update(model, optimizer, trajectories, step, config)
+        metrics = update(run.model, run.optimizer, trajectories, step, config)
         clock["update"] = time.perf_counter()
-        broken = broken + 1 if metrics["skipped"] == min(config.minibatches, len(trajectories)) else 0
-        expect(broken < 3, f"no finite gradient in three steps; {out}/checkpoint is still good")
-        wins = [sum(t.reward > mosaic.SUCCESS for t in group) / len(group) for group in groups]
-        lines = [{"step": step, **describe(trajectory, chat)} for trajectory in trajectories]
-        row = {"step": step, **summarise(lines), **metrics}
-        row |= {"dropped": len(lost), "errors": lost.count("error")}
-        row |= {"all_success_groups": wins.count(1), "all_failure_groups": wins.count(0)}
-        row["mixed_groups"] = sum(0 < win < 1 for win in wins)
-        row |= {f"seconds_{phase}": b - a for (_, a), (phase, b) in pairwise(clock.items())}
+
         if RANK == 0:
-            harness.append_jsonl(out / "metrics.jsonl", [row])
-            harness.append_jsonl(out / "trajectories.jsonl", lines)
-        speed = row["tokens"] * row["n"] / (clock["update"] - clock[""])
-        bar.set_postfix({key: row[key] for key in ("reward", "sessions", "forwards")}, tok_per_s=round(speed))
-        stopped = any(from_all(stop))
-        if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps or stopped:
-            save_checkpoint(out / "checkpoint", model, chat.tokenizer, optimizer, step + 1, config)
-        expect(not stopped, f"Ctrl-C: stopped after step {step}; --resume goes on")
-    evaluate_held_out("after", start, config)
+            row = log(run, groups, step, metrics, clock)
+            bar.set_postfix(reward=row["reward"], sessions=row["sessions"])
+            if hint(trajectories) and not hinted:
+                tqdm.write(hint(trajectories))
+                hinted = True
+        step += 1
+        bar.update()
+        if step % config.checkpoint_every == 0 or step == config.steps:
+            save_checkpoint(run, step)
+    bar.close()
+    evaluate_held_out(run, "after", step)
+    if RANK == 0:
+        print(f"results: {run.out}; read on: python eval.py --show {run.out}/trajectories.jsonl")
     if SHARDED and config.engine == "hf":  # vllm ends the processes' group by itself
         time.sleep(1)  # right after a collective, gloo sometimes aborts the process
         dist.destroy_process_group()
 
 
-def evaluate_held_out(when: str, start: str, config: Config) -> None:
-    """The checkpoint's figures in the offline world, greedy and sampled; into eval.json."""
-    if config.tasks or not config.eval_tasks or RANK > 0:
-        return
-    out = Path(config.out)
-    # Gains are scored by the policy that RL started from: to compare runs takes one yardstick.
-    flags = [f"--model={out}/checkpoint", f"--frozen={start}", f"--n={config.eval_tasks}"]
-    greedy = evaluate([*flags, f"--out={out}/{when}-greedy.jsonl", "--greedy"])
-    row = evaluate([*flags, f"--out={out}/{when}-sampled.jsonl"])
-    row |= {f"{key}_greedy": greedy[key] for key in ("accuracy", "interval")}
-    results = json.loads((out / "eval.json").read_text()) if (out / "eval.json").exists() else {}
-    (out / "eval.json.aside").write_text(json.dumps(results | {when: row}, indent=1))
-    (out / "eval.json.aside").rename(out / "eval.json")
-    text = "accuracy {accuracy:.3f} [{interval[0]:.3f}, {interval[1]:.3f}], greedy {accuracy_greedy:.3f}"
-    print(f"{when:>6}: {text.format(**row)}; {row['sessions']:.2f} sessions")
+def groups_of(run, rolled, step):
+    """The groups of this rank, less the trajectories without a reward: search or judge was down, which is no
+    failure of the policy's. Where more than half of all are lost, the run ends with a checkpoint."""
+    stops = from_all(["" if t.reward is not None else t.stop for t in rolled])
+    lost = Counter(stop for stop in stops if stop)
+    if 2 * lost.total() > len(stops):
+        if step:
+            save_checkpoint(run, step)
+        raise UserError(f"step {step} lost {dict(lost)} of {len(stops)} rollouts; --resume goes on")
+    groups = []
+    for k in range(0, len(rolled), run.config.group_size):
+        group = [t for t in rolled[k : k + run.config.group_size] if t.reward is not None]
+        groups += [group] if group else []
+    return groups
+
+
+def log(run, groups, step, metrics, clock):
+    """Append a line to metrics.jsonl and one for each trajectory to trajectories.jsonl -> the former."""
+    trajectories = [trajectory for group in groups for trajectory in group]
+    lines = [{"step": step, **evaluation.describe(trajectory, run.chat)} for trajectory in trajectories]
+    row = {"step": step, **evaluation.summarise(lines), **metrics}
+    row |= {"mixed_groups": 0, "all_success_groups": 0, "all_failure_groups": 0}
+    row["dropped"] = run.config.tasks_per_step * run.config.group_size - len(lines)
+    for group in groups:
+        wins = sum(t.reward > mosaic.SUCCESS for t in group)
+        kind = {0: "all_failure", len(group): "all_success"}.get(wins, "mixed")
+        row[f"{kind}_groups"] += 1
+    for before, phase in pairwise(clock):
+        row[f"seconds_{phase}"] = clock[phase] - clock[before]
+    # Metrics leave for a dashboard here: `row` is all that it needs.
+    harness.append_jsonl(run.out / LOGS[0], [row])
+    harness.append_jsonl(run.out / LOGS[1], lines)
+    return row
+
+
+def hint(trajectories):
+    """What to change where no token of a step has an advantage; "" where some have."""
+    if any(any(segment.advantage) for t in trajectories for segment in t.segments):
+        return ""
+    stops = dict(Counter(trajectory.stop for trajectory in trajectories))
+    return (
+        f"nothing to learn from: no group's rewards differ, its trajectories ended by {stops}. If truncated, "
+        "raise --max-turn-tokens; if malformed, take a larger model; else easier tasks or larger groups"
+    )
+
+
+def main(argv=None):
+    try:
+        train(make_config(sys.argv[1:] if argv is None else argv))
+    except (UserError, OSError) as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":
