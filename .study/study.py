@@ -1,8 +1,8 @@
 """Compares arms of finished runs in the offline world. An arm is a folder's name without the seed at its end:
-    python .study/study.py runs/study/compaction-*                    # a table of arms, mean ± 95 % t-interval
-    python .study/study.py runs/study/compaction-mosaic-1? runs/study/compaction-broadcast-1?   # and differences
-    python .study/study.py FOLDER FOLDER                              # two runs, each an arm of its own
-    python .study/study.py runs/study/*-mosaic-1? --plot curves.png   # only the picture; pip install matplotlib
+    python .study/study.py runs/study/compaction-*    # a table of arms: means with t-intervals over seeds
+    python .study/study.py runs/study/compaction-{mosaic,broadcast}-1?    # of two arms also the differences
+    python .study/study.py FOLDER FOLDER                                  # two runs, each an arm of its own
+    python .study/study.py runs/study/*-mosaic-1? --plot curves.png    # curves only; pip install matplotlib
 Runs that differ in their number of steps, their limits or their questions are refused.
 
 Shapes: S pairs of runs with the same seed, Q questions.
@@ -29,7 +29,7 @@ from harness import UserError
 FACT = re.compile(r"(\w+) (taught|hired|saved|paid|married|painted) (\w+)\.")
 QUESTION = re.compile(r"From (\w+) follow ([\w, ]+)\.")
 # Student's t at 0.975 with 1, 2, ... degrees of freedom; for more of them the last one, which is too wide.
-T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
+T95 = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131".split()
 WINDOW = 5  # steps that a point of a learning curve is the mean of
 N_BOOTSTRAP = 10_000
 
@@ -126,12 +126,12 @@ def figures_of_facts(rows):
 
 # ---- Statistics --------------------------------------------------------------------------------------------
 def t_interval(values):
-    """values [n, ...], one a seed -> mean [...] and half width [...] of the 95 % t-interval; NaN for one seed."""
+    """values [n, ...], one a seed -> mean [...] and half of the 95 % t-interval [...]; NaN for one seed."""
     values = torch.tensor(values, dtype=torch.float64)
     n = len(values)
     if n < 2:
         return values.mean(0), torch.full_like(values[0], math.nan)
-    quantile = T95[min(n - 1, len(T95)) - 1]
+    quantile = float(T95[min(n - 1, len(T95)) - 1])
     return values.mean(0), quantile * values.std(0) / math.sqrt(n)
 
 
@@ -170,7 +170,7 @@ def refuse_different(runs, keys):
     first = runs[0]
     for run in runs[1:]:
         if len(run.metrics) != len(first.metrics):
-            counts = f"{len(first.metrics)} and {len(run.metrics)} of them"
+            counts = f"{len(first.metrics)} and {len(run.metrics)}"
             raise UserError(f"{first.path} and {run.path} differ in steps: {counts}")
         names = [name for name in keys if run.limits.get(name) != first.limits.get(name)]
         if names:
@@ -289,9 +289,10 @@ def study(paths, picture):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage="%(prog)s RUNS [--plot FILE]", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
-    parser.add_argument("--plot", default="", help="file of a picture of learning curves, instead of the table")
+    parser.add_argument("--plot", default="", help="file for a picture of learning curves; no table then")
     flags = parser.parse_args(argv)
     try:
         study(flags.runs, flags.plot)

@@ -72,6 +72,20 @@ def tear_line(path, rows):
     kill()
 
 
+def half_remove():
+    """a patch: the first folder with a checkpoint that is removed loses its weights, and then dead"""
+    real = shutil.rmtree
+
+    def removing(path, *args, **options):
+        weights = Path(path, "model.safetensors")
+        if weights.exists():
+            weights.unlink()
+            kill()
+        real(path, *args, **options)
+
+    shutil.rmtree = removing
+
+
 PLACES = {  # a checkpoint is saved before the first step, and after the second and the fourth
     "in a rollout": at_call(harness, "roll_out", 4, kill),
     "in credit": at_call(train, "credit", 8, kill),
@@ -81,9 +95,9 @@ PLACES = {  # a checkpoint is saved before the first step, and after the second 
     "in the first line of trajectories": at_call(harness, "append_jsonl", 2, tear_line),
     "before weights are written": at_call(transformers.PreTrainedModel, "save_pretrained", 2, kill),
     "in the middle of the optimizer's state": at_call(torch, "save", 2, tear),
-    "before the old checkpoint is set aside": at_call(Path, "rename", 2, kill),
-    "before the new checkpoint is in its place": at_call(Path, "rename", 3, kill),
-    "before the old checkpoint is removed": at_call(shutil, "rmtree", 5, kill),
+    "before a checkpoint is in its place": at_call(Path, "rename", 2, kill),
+    "before the last checkpoint is in its place": at_call(Path, "rename", 3, kill),
+    "after an old checkpoint was half removed": half_remove,
 }
 
 
@@ -108,6 +122,14 @@ def test_a_run_that_was_killed_twice_equals_one_that_was_not(whole, tmp_path):
     out = tmp_path / "run"
     assert run(FLAGS, out, PLACES["in credit"])[0] == -signal.SIGKILL
     assert run(RESUME, out, at_call(mosaic, "policy_loss", 2, kill))[0] == -signal.SIGKILL
+    assert run(RESUME, out) == (0, "")
+    assert left_behind(out) == whole
+
+
+def test_a_run_that_was_killed_in_two_saves_has_a_whole_checkpoint(whole, tmp_path):
+    out = tmp_path / "run"
+    assert run(FLAGS, out, PLACES["before a checkpoint is in its place"])[0] == -signal.SIGKILL
+    assert run(RESUME, out, at_call(torch, "save", 1, tear))[0] == -signal.SIGKILL
     assert run(RESUME, out) == (0, "")
     assert left_behind(out) == whole
 
@@ -266,9 +288,9 @@ def test_a_rollout_that_raises_is_dropped_and_shown(tmp_path):
     assert code == 0
     assert "a bug of a tool" in said
     assert "Traceback" in said
-    assert sum(column(out, "errors")) > 0
+    assert sum(column(out, "dropped")) > 0
     for row in metrics_of(out):
-        assert row["dropped"] == row["errors"] == 8 - row["n"]
+        assert row["dropped"] == 8 - row["n"]
     assert all(row["reward"] is not None for row in rows_of(out / "trajectories.jsonl"))
 
 

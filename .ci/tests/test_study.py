@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from common import ROOT, is_clear
@@ -259,30 +260,57 @@ def test_programs_run_from_anywhere(tmp_path, name):
     assert ended.stderr.splitlines()[-1].startswith(f"{name}.py: error: nowhere")
 
 
-def test_run_sh_knows_what_is_finished(tmp_path):
-    """With a train.py that notes its flags: a finished run is skipped, a stopped one goes on."""
+STUB = """import sys
+from pathlib import Path
+
+flags = sys.argv[1:]
+print(*sys.argv, file=open("log", "a"))
+out = Path(flags[flags.index("--out") + 1])
+if sys.argv[0] == "train.py":
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.jsonl").write_text('{"step": 0}\\n{"step": 1}\\n')
+else:
+    print('{"accuracy": 0.5, "limits": {}}')
+"""
+
+
+def test_run_sh_skips_what_is_finished_and_resumes_what_was_stopped(tmp_path):
+    """With programs that only note their flags."""
     script = tmp_path / ".study" / "run.sh"
-    script.parent.mkdir()
-    script.write_text((STUDY / "run.sh").read_text())
-    (tmp_path / "train.py").write_text("import sys\nprint(*sys.argv[1:], file=open('log', 'a'))\n")
     runs = tmp_path / "runs" / "study"
-    (runs / "compaction-mosaic-7").mkdir(parents=True)
+    world = tmp_path / ".world" / "compaction"
+    for folder in (
+        script.parent,
+        world,
+        runs / "compaction-mosaic-7",
+        runs / "compaction-broadcast-7/checkpoint",
+    ):
+        folder.mkdir(parents=True)
+    script.write_text((STUDY / "run.sh").read_text())
+    (tmp_path / "train.py").write_text(STUB)
+    (tmp_path / "eval.py").write_text(STUB)
+    (world / "limits.json").write_text('{"max_context": 220}')
     (runs / "compaction-mosaic-7" / "eval.json").write_text('{"before": {}, "after": {}}')
-    (runs / "compaction-broadcast-7" / "checkpoint").mkdir(parents=True)
-    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    write_lines(runs / "compaction-mosaic-7" / "after-sampled.jsonl", [answer(k, 1.0) for k in range(3)])
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", str(script), "compaction", "7", "--steps", "2"]
     subprocess.run(command, check=True, env=os.environ | {"PATH": path}, capture_output=True)
     log = (tmp_path / "log").read_text().splitlines()
-    folders = [line.split("--out runs/study/compaction-")[1].split()[0] for line in log]
-    assert folders == [
-        "broadcast-7",
-        "igpo-7",
-        "mosaic-no-session-aware-7",
-        "mosaic-no-shaping-7",
-        "single-broadcast-7",
-    ]
-    assert [line.endswith("--resume") for line in log] == [True, False, False, False, False]
-    assert ["--measure-gains" in line for line in log] == [True, True, False, False, False]
-    assert all("--steps 2" in line and "--seed 7" in line for line in log)
-    wrong = subprocess.run(["bash", str(script), "both"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "expected a mode" in wrong.stderr
+    trained = [line for line in log if line.startswith("train.py")]
+    arms = [line.split()[2].removeprefix("runs/study/compaction-") for line in trained]
+    ablations = ["mosaic-no-session-aware-7", "mosaic-no-shaping-7"]
+    assert arms == ["broadcast-7", "igpo-7", *ablations, "single-broadcast-7"]
+    assert [line.endswith("--resume") for line in trained] == [True, False, False, False, False]
+    assert ["--measure-gains" in line for line in trained] == [True, True, False, False, False]
+    assert all("--steps 2" in line and "--seed 7" in line for line in trained)
+    # The arm in single sessions is evaluated as Mosaic's run was, on as many questions.
+    assert "--mode single" in trained[-1] and "--max-context=220" in trained[-1]
+    assert all("--like runs/study/compaction-mosaic-7" in line and "--n 3" in line for line in log[-2:])
+    results = json.loads((runs / "compaction-single-broadcast-7" / "eval.json").read_text())
+    assert results == {"after": {"accuracy": 0.5, "limits": {}, "steps": 2}}
+
+
+def test_run_sh_wants_a_mode():
+    ended = subprocess.run(["bash", str(STUDY / "run.sh"), "both"], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "expected a mode" in ended.stderr
