@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -72,14 +73,18 @@ def score_gains(model, trajectories, cue, token_budget=16384, forward=phi.forwar
             session.gain = gain
 
 
-def evaluate(tasks, engine, chat, config, world, out, scorer=None, batch=512):
+def evaluate(tasks, engine, wake, chat, config, world, out, scorer=None, batch=512):
     """One rollout per task, `batch` of them at a time, and a line for each in `out` -> the figures.
-    world: (tools, judge). scorer: the model whose Phi gives the gains; None: no gains. A task that has a line
-    with a reward in `out` is not asked again. The engine has its weights."""
-    old = harness.read_jsonl(out) if out.exists() else []
+    wake() gives the engine its weights. world: (tools, judge). scorer: the model whose Phi gives the gains;
+    None: no gains. A task that has a line with a reward in `out` is not asked again."""
+    if out.exists():  # a kill may have torn its last line
+        whole = out.read_bytes().rpartition(b"\n")[0]
+        out.write_bytes(whole + b"\n" if whole else b"")
+    old = harness.read_jsonl(out) if out.exists() and out.stat().st_size else []
     answered = {row["id"] for _, row in old if row["reward"] is not None}
     left = [task for task in tasks if task.id not in answered]
     for start in range(0, len(left), batch):
+        wake()
         engine.reseed(config.seed + start)
         trajectories = harness.roll_out(left[start : start + batch], engine, chat, config, *world, out.stem)
         engine.sleep()
@@ -128,7 +133,7 @@ def credit_of(session, final):
     elif session["phi_before"] is not None:
         words.append("Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats".format(**session))
     if session is not final and session["normalised"]:
-        dropped = ", dropped by a gate (M9 or M10)" if session["advantage"] == final["advantage"] else ""
+        dropped = ", which is not in its advantage" if session["advantage"] == final["advantage"] else ""
         words.append(f"{session['normalised']:+.2f} in its kind{dropped}")
     return ", ".join(words)
 
@@ -220,9 +225,10 @@ def run_evaluation(config):
     if out.exists() and not config.resume:
         out.rename(f"{out}.old")
     engine = harness.ENGINES[config.engine](model, config, 0.0 if config.greedy else config.temperature)
-    engine.load_weights(model.named_parameters())
+    wake = partial(engine.load_weights, [*model.named_parameters()])
+    wake()
     check_paths(model, chat, engine, config, tasks[0])
-    figures = evaluate(tasks, engine, chat, config, world, out, model, config.n)
+    figures = evaluate(tasks, engine, wake, chat, config, world, out, model, config.n)
     return {"decoding": decoding, "seed": config.seed, "file": str(out), **figures}
 
 

@@ -192,8 +192,8 @@ class Setup(Limits):  # what answers which questions, with what: further flags o
         for name in places:
             alone = self.tasks and len(places) == 1
             require(self, name, alone, "--tasks, and only one place to search")
-        url = self.search_url or SEARCH
-        require(self, "search_url", is_allowed(url), "an http address")
+        fine = not self.search_url or is_allowed(self.search_url)
+        require(self, "search_url", fine, "an http address")
         require(self, "reward", self.reward in ("", *REWARDS), f"one of {', '.join(REWARDS)}")
 
 
@@ -249,6 +249,7 @@ def load_texts(path, names):
         id = str(row.get("id", Path(where).name))
         expect(id not in found, f"{where}: expected a unique id, found {id!r} again")
         found[id] = row
+    expect(found, f"{path}: expected at least one line, found none")
     return found
 
 
@@ -364,9 +365,11 @@ def ask(name, url, read, variable="", body=None, told=(), final=ConnectionError)
         if answer.status_code != 200:
             words = " ".join((text.replace(key, "***") if key else text).split())[:200]
             sentence = f"{name}: HTTP status {answer.status_code} {words}"
+            if answer.status_code in BUSY:
+                raise ConnectionError(sentence)
             if answer.status_code in told:
                 return f"Error: this was refused. {sentence}"
-            raise (ConnectionError if answer.status_code in BUSY else final)(sentence)
+            raise final(sentence)
         with suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
             return read(text)
     raise ConnectionError(f"{name}: three answers that cannot be read")
@@ -845,10 +848,15 @@ class VLLMEngine:
                 if name == next(iter(self.waiting)):  # the first one steps the engine, for all of them
                     for output in self.core.step():
                         self.waiting[output.request_id] = output.outputs[0]
+        except Exception as error:  # whatever it is, everyone who waits has to hear of it
+            self.core.abort_request([*self.waiting])
+            self.waiting = dict.fromkeys(self.waiting, error)
         finally:
             drawn = self.waiting.pop(name)
-            if drawn is None:  # this rollout was cancelled, or the step failed
+            if drawn is None:  # this rollout was cancelled
                 self.core.abort_request([name])
+        if isinstance(drawn, Exception):
+            raise drawn
         return list(drawn.token_ids), list(drawn.logprobs.logprobs), drawn.finish_reason
 
 

@@ -6,8 +6,8 @@ A trajectory is a set of sessions. Broadcast GRPO gives all of them one advantag
 The sum (M11) is one advantage per session, and all its tokens get it in the clipped policy loss (M12).
 
 Shapes: _G trajectories of a group, _N sessions of one, _T tokens, _n any row. What has an entry per session
-is "ragged", a list of G tensors [N_i]. Lists or tensors go in, statistics are in float64, float32 without
-gradient comes out, wrong input is a ValueError. M6, the potential Phi, is in phi.py.
+is "ragged", a list of G tensors [N_i]. To M11, lists or tensors go in, statistics are in float64,
+float32 without gradient comes out, and wrong input is a ValueError. M6, the potential Phi, is in phi.py.
 Left out on purpose: a critic, a KL term, an entropy bonus.
 """
 

@@ -94,9 +94,9 @@ MAY_CHANGE = "resume out steps checkpoint_every engine engine_memory token_budge
 def make_config(argv):
     """The preset, then your flags; with --resume the run's own config, and of your flags what may change."""
     given = harness.parse_flags(Config, argv, __doc__)
-    given["preset"] = given.get("preset") or ("own" if given.get("tasks") else "toy")
+    preset = given.get("preset") or ("own" if given.get("tasks") else "toy")
     sizes = harness.SIZES["own" if given.get("tasks") else given.get("mode", "compaction")]
-    config = Config(**{**sizes, **PRESETS[given["preset"]], **given})
+    config = Config(**{**sizes, **PRESETS[preset], **given, "preset": preset})
     if not config.resume:
         return config
     saved = Path(config.out, "config.json")
@@ -272,6 +272,13 @@ QUIET = True if RANK else None  # of progress bars; None: they show on a termina
 LOGS = ("metrics.jsonl", "trajectories.jsonl")
 
 
+def write_json(path, row):
+    """Written aside, then renamed: a file of this name is always whole."""
+    aside = path.with_name(path.name + ".aside")
+    aside.write_text(json.dumps(row, indent=1))
+    aside.rename(path)
+
+
 def split_tasks(config):
     """(tasks to train on, tasks held out). The held-out ones are the same whatever the seed."""
     path = config.tasks or harness.WORLD / "train.jsonl"
@@ -294,8 +301,8 @@ def set_up(config):
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(timeout=timedelta(hours=2))  # one that hangs may hang the others so long
     out = Path(config.out)
-    # The one aside is whole where a kill came between the last two lines of save_checkpoint.
-    folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.aside")
+    # The old one is what a kill between the two renames of save_checkpoint leaves.
+    folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
     if config.resume:
         expect(folder.exists(), f"--resume: expected a checkpoint in {out}, found none")
     else:
@@ -310,7 +317,7 @@ def set_up(config):
     for task in [*tasks, *held_out]:
         config.room(chat, task)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(vars(config), indent=1))
+    write_json(out / "config.json", vars(config))
     # HFEngine draws from the trainer's own model, unless that is sharded; VLLMEngine reads its config only.
     own = harness.load_policy(source)[0] if SHARDED and config.engine == "hf" else model
     engine = harness.ENGINES[config.engine](own, config, config.temperature)
@@ -340,7 +347,9 @@ def save_checkpoint(run, step):
     weights = states.get_model_state_dict(run.model, options=full)
     # Before the first step there is no state, and to ask for it would make a step.
     adam = states.get_optimizer_state_dict(run.model, run.optimizer, options=full) if step else {}
-    folder, aside = run.out / "checkpoint", run.out / "checkpoint.aside"
+    folder = run.out / "checkpoint"
+    aside = run.out / "checkpoint.aside"
+    old = run.out / "checkpoint.old"
     if RANK == 0:
         shutil.rmtree(aside, ignore_errors=True)
         sizes = {log: (run.out / log).stat().st_size if step else 0 for log in LOGS}
@@ -351,8 +360,11 @@ def save_checkpoint(run, step):
             torch.save({"step": step, "optimizer": adam, "sizes": sizes}, aside / "trainer.pt")
         except Exception as error:  # libraries have many words for a disk that is full
             raise UserError(f"{aside}: cannot be written ({error}); what was saved before is whole") from None
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
         aside.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
     from_all([])  # the others wait for the first, which writes
 
 
@@ -366,28 +378,28 @@ def evaluate_held_out(run, when, step):
     """The policy on the held-out tasks, sampled, and in the offline world greedy too; into eval.json."""
     if not run.held_out:
         return
-    sync_weights(run)
-    if RANK == 0:
-        # Gains are scored by the policy that RL started from: to compare runs takes one yardstick.
-        scorer = None if SHARDED else harness.load_policy(harness.policy_of(run.config))[0]
-        row = {"steps": step}
-        for decoding in ("sampled",) if run.config.tasks else ("greedy", "sampled"):
+    row = {"steps": step}
+    for decoding in ("sampled",) if run.config.tasks else ("greedy", "sampled"):
+        sync_weights(run)  # by all ranks; the first one goes on with them
+        if RANK == 0:
+            # Gains are scored by the policy that RL started from: to compare runs takes one yardstick.
+            scorer = None if SHARDED else harness.load_policy(harness.policy_of(run.config))[0]
             run.engine.temperature = run.config.temperature if decoding == "sampled" else 0.0
             out = run.out / f"{when}-{decoding}.jsonl"
             out.unlink(missing_ok=True)
-            figures = evaluation.evaluate(
-                run.held_out, run.engine, run.chat, run.config, run.world, out, scorer
-            )
+            places = (run.world, out, scorer, len(run.held_out))
+            args = (run.held_out, run.engine, lambda: None, run.chat, run.config)
+            figures = evaluation.evaluate(*args, *places)
             row |= figures if decoding == "sampled" else {"accuracy_greedy": figures["accuracy"]}
+        from_all([])
+    if RANK == 0:
         file = run.out / "eval.json"
         results = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(results | {when: row}, indent=1))
-        text = (
-            "accuracy {accuracy:.3f} [{interval[0]:.3f}, {interval[1]:.3f}], {sessions:.2f} sessions, n {n}"
-        )
-        greedy = "" if run.config.tasks else f", greedy accuracy {row['accuracy_greedy']:.3f}"
-        tqdm.write(f"{when:>6}: {text.format(**row)}{greedy}")
-    from_all([])
+        write_json(file, results | {when: row})
+        low, high = row["interval"]
+        greedy = "" if run.config.tasks else f" (greedy {row['accuracy_greedy']:.3f})"
+        accuracy = f"accuracy {row['accuracy']:.3f} [{low:.3f}, {high:.3f}]{greedy}"
+        tqdm.write(f"{when:>6}: {accuracy}, {row['sessions']:.2f} sessions, n {row['n']}")
 
 
 # ---- The main loop -----------------------------------------------------------------------------------------
@@ -409,7 +421,7 @@ def train(config):
         # Which tasks is a function of the step alone, so that resuming is exact.
         places = range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step)[RANK::N_RANKS]
         tasks = [run.tasks[k % len(run.tasks)] for k in places for _ in range(config.group_size)]
-        rolled = harness.roll_out(tasks, run.engine, run.chat, config, *run.world, "rollouts")
+        rolled = harness.roll_out(tasks, run.engine, run.chat, config, *run.world, "" if RANK else "rollouts")
         run.engine.sleep()
         groups = groups_of(run, rolled, step)
         clock["rollout"] = time.perf_counter()

