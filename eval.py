@@ -221,7 +221,7 @@ def run_evaluation(config):
     out.parent.mkdir(parents=True, exist_ok=True)
     model, chat = harness.load_policy(harness.policy_of(config), config.max_context)
     for task in tasks:
-        config.room(chat, task)
+        config.room(chat, task)  # UserError: it does not fit
     if out.exists() and not config.resume:
         out.rename(f"{out}.old")
     engine = harness.ENGINES[config.engine](model, config, 0.0 if config.greedy else config.temperature)

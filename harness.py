@@ -142,7 +142,7 @@ class Limits:  # mode and budgets of a trajectory, as flags of train.py and eval
     max_sessions: int = HfArg(default=25, help="sessions of a trajectory")
     max_calls: int = HfArg(default=60, help="tool calls of a trajectory")
     max_parallel_calls: int = HfArg(default=2, help="tool calls of a turn")
-    max_malformed: int = HfArg(default=4, help="malformed turns at which a trajectory ends")
+    max_malformed: int = HfArg(default=4, help="malformed turns of a trajectory at which its agent ends")
     top_k: int = HfArg(default=2, help="documents that a search returns")
 
     def __post_init__(self):
@@ -175,7 +175,7 @@ class Setup(Limits):  # what answers which questions, with what: further flags o
     model: str = HfArg(default="", help="folder or hub id of the policy; empty: the tiny one in .world")
     engine: Literal["hf", "vllm"] = HfArg(default="hf", help="what generates")
     engine_memory: float = HfArg(default=0.5, help="part of a GPU's memory that vllm takes")
-    tasks: str = HfArg(default="", help="JSONL file of tasks; empty: the offline world")
+    tasks: str = HfArg(default="", help="JSONL or BrowseComp's CSV of tasks; empty: the offline world")
     corpus: str = HfArg(default="", help="JSONL file or folder of documents to search; empty: the web")
     search_url: str = HfArg(default="", help="address of a /retrieve server to search instead of the web")
     reward: str = HfArg(default="", help="entry of REWARDS; empty: judge with API_BASE, else exact_match")
@@ -973,12 +973,12 @@ class Agent:
         """Normal sessions, joined by compact ones in the modes that have them, until one of them is final."""
         trajectory, limits = self.trajectory, self.limits
         turns_left = limits.max_turns
-        compact = summary = None
+        summarising = summary = None
         while True:
             prompt = self.chat.main_prompt(limits, trajectory.task.question, summary)
             index = self.open_segment(prompt)
-            if compact:
-                compact.after = (index, len(prompt))
+            if summarising:
+                summarising.after = (index, len(prompt))
             segment = trajectory.segments[index]
             trajectory.stop, trajectory.answer = await self.react(index, limits.mode in FORKING, turns_left)
             turns_left -= len(segment.turns)
@@ -988,8 +988,8 @@ class Agent:
             if trajectory.stop != "context" or not may_compact:
                 return
             summary = await self.compact(segment)
-            compact = Session("compact", index, full, len(segment.token_ids), (index, full))
-            trajectory.sessions.append(compact)
+            summarising = Session("compact", index, full, len(segment.token_ids), (index, full))
+            trajectory.sessions.append(summarising)
             if not summary:
                 trajectory.stop = "truncated"
                 return
@@ -1045,7 +1045,7 @@ SIZES["own"] |= {"max_sessions": 9, "max_calls": 16, "top_k": 3}
 
 
 def policy_of(config):
-    """The folder of the policy: --model, or the tiny one of this mode. UserError: it was made for others."""
+    """The folder of the policy: --model, or the tiny one of this mode. UserError: made for other limits."""
     if config.model:
         return config.model
     require(config, "model", not config.tasks, "a model that can read --tasks")

@@ -86,7 +86,7 @@ def session_aware_advantage(rewards, counts, rho=0.2, beta0=0.1, beta1=0.2):
     """M4: A_i^sat = (1 - rho u_i) A_i, u_i the rank of the session count among equal outcomes.
     M5, where all end alike (above .5 or not): all succeed, A_i^sat = -beta1 u_i; all fail, A_i^sat = beta0
     min(u_i, 0), so that giving up early is penalised and wandering is never rewarded.
-    rewards [G], counts [G] -> [G]. ValueError: rho outside 0 <= rho < 1. For 0 and 1, M4's orderings hold.
+    rewards [G], counts [G] -> [G]. ValueError: rho outside 0 <= rho < 1.
     >>> session_aware_advantage([1, 1, 0, 0], [1, 3, 1, 3])
     tensor([ 1.0392,  0.6928, -1.0392, -0.6928])
     """

@@ -5,7 +5,7 @@ reference answer y*, were it asked for it by a fixed cue right after context v. 
 of sessions: each of them is a row [context, cue, answer] of a padded batch. Only log-probs are kept.
 
 Shapes: B rows, T tokens of a row, M those whose log-prob is wanted, C a chunk of the M, D hidden size, V
-vocabulary. Everything takes `forward`, for which train.py has one of its own where the model is sharded.
+vocabulary. What runs on batches takes `forward`; train.py passes one of its own where the model is sharded.
 Left out on purpose: packed rows and caches shared between rows, which are silently wrong on hybrid models.
 """
 

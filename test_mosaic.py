@@ -57,7 +57,9 @@ def random_groups():
         kinds = [
             rng.choices(mosaic.KINDS, k=rng.randint(0, 4)) + ["normal"] for _ in range(rng.randint(1, 8))
         ]
-        gains = [[0.3 + scale * rng.gauss(0, 1) for _ in names[1:]] + [0.0] for names in kinds]
+        gains = []
+        for names in kinds:
+            gains.append([0.3 + scale * rng.gauss(0, 1) for _ in names[1:]] + [0.0])
         yield [int(rng.random() < luck) for _ in kinds], kinds, gains
 
 

@@ -49,7 +49,7 @@ class Config(Setup):
     advantage: str = HfArg(default="mosaic", help="the credit, an entry of mosaic.ADVANTAGES")
     session_aware: bool = HfArg(default=True, help="trajectory level of Mosaic, M4 and M5; without it M1")
     shaping: bool = HfArg(default=True, help="session level of Mosaic, M7 to M10")
-    measure_gains: bool = HfArg(default=False, help="pay for Phi and log gains where the credit needs none")
+    measure_gains: bool = HfArg(default=False, help="pay for Phi and log gains though the credit needs none")
     rho: float = HfArg(default=0.2, help="strength of the session-count signal (M4), 0 <= rho < 1")
     beta0: float = HfArg(default=0.1, help="fallback of all-failure groups (M5)")
     beta1: float = HfArg(default=0.2, help="fallback of all-success groups (M5)")
@@ -193,7 +193,7 @@ def credit_turns(trajectory, advantages):
 
 
 # ---- Update (M12) ------------------------------------------------------------------------------------------
-EMPTY = (Segment([0, 0], [False, False]), torch.zeros(3, 0))
+EMPTY = (Segment([0, 0], [False, False]), torch.zeros(3, 0))  # weighs nothing, for a rank that has none
 
 
 def rows_of(trajectory, n_trajectories):
@@ -238,7 +238,7 @@ def update(model, optimizer, trajectories, step, config):
         for trajectory in shuffled[m::n_minibatches]:  # whole ones: a vote each, however many sessions
             rows += rows_of(trajectory, len(shuffled))
         lengths = [len(segment.token_ids) for segment, _ in rows]
-        budget = min(config.token_budget, len(lengths) * max(lengths) // N_RANKS)
+        budget = min(config.token_budget, len(lengths) * max(lengths) // N_RANKS)  # a part for each rank
         parts = [[rows[k] for k in part] for part in phi.batches_by_length(lengths, budget)]
         # critical: as many on every rank, else ranks wait for ever. The missing ones weigh nothing.
         parts += [[EMPTY]] * (-len(parts) % N_RANKS)
@@ -315,7 +315,7 @@ def set_up(config):
     if torch.cuda.is_available() and model.config.get_text_config().model_type.startswith("qwen3_5"):
         require(config, "model", find_spec("fla"), "pip install flash-linear-attention")
     for task in [*tasks, *held_out]:
-        config.room(chat, task)
+        config.room(chat, task)  # UserError: it does not fit
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", vars(config))
     # HFEngine draws from the trainer's own model, unless that is sharded; VLLMEngine reads its config only.
@@ -467,7 +467,7 @@ def train(config):
 
 def groups_of(run, rolled, step):
     """The groups of this rank, less the trajectories without a reward: search or judge was down, which is no
-    failure of the policy's. Where more than half of all are lost, the run ends with a checkpoint."""
+    failure of the policy's (nor is a tool's error). With over half lost, the run ends with a checkpoint."""
     stops = from_all(["" if t.reward is not None else t.stop for t in rolled])
     lost = Counter(stop for stop in stops if stop)
     if 2 * lost.total() > len(stops):

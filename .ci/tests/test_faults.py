@@ -95,8 +95,9 @@ PLACES = {  # a checkpoint is saved before the first step, and after the second 
     "in the first line of trajectories": at_call(harness, "append_jsonl", 2, tear_line),
     "before weights are written": at_call(transformers.PreTrainedModel, "save_pretrained", 2, kill),
     "in the middle of the optimizer's state": at_call(torch, "save", 2, tear),
-    "before a checkpoint is in its place": at_call(Path, "rename", 2, kill),
-    "before the last checkpoint is in its place": at_call(Path, "rename", 3, kill),
+    "before the old checkpoint is set aside": at_call(Path, "rename", 3, kill),
+    "before a checkpoint is in its place": at_call(Path, "rename", 4, kill),
+    "before the last checkpoint is in its place": at_call(Path, "rename", 6, kill),
     "after an old checkpoint was half removed": half_remove,
 }
 
@@ -277,7 +278,7 @@ def test_a_rollout_that_raises_is_dropped_and_shown(tmp_path):
     calls = count()
 
     async def fails_at_times(self, forks, call):
-        if next(calls) % 12 == 7:
+        if next(calls) % 60 == 7:
             raise KeyError("a bug of a tool")
         return await real(self, forks, call)
 
