@@ -850,6 +850,7 @@ class VLLMEngine:
                         self.waiting[output.request_id] = output.outputs[0]
         except Exception as error:  # whatever it is, everyone who waits has to hear of it
             self.core.abort_request([*self.waiting])
+            self.core.reset_prefix_cache()  # keys and values of the step that failed were never written
             self.waiting = dict.fromkeys(self.waiting, error)
         finally:
             drawn = self.waiting.pop(name)
