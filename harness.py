@@ -44,6 +44,7 @@ from tqdm.asyncio import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.hf_argparser import HfArg, HfArgumentParser
 from transformers.utils import logging
+from urllib3.exceptions import HTTPError
 
 
 class UserError(ValueError):
@@ -360,6 +361,8 @@ def ask(name, url, read, variable="", body=None, told=(), final=ConnectionError)
         try:
             with SESSION.request("POST" if body else "GET", url, json=body, stream=True, **options) as answer:
                 text = answer.raw.read(MAX_BYTES, decode_content=True).decode("utf-8", "replace")
+        except HTTPError:  # the answer was cut short
+            continue
         except Exception as error:  # critical: its text can hold the key, so nobody gets to see it
             raise ConnectionError(f"{name}: no answer ({type(error).__name__})") from None
         if answer.status_code != 200:
