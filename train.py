@@ -387,9 +387,9 @@ def evaluate_held_out(run, when, step):
             run.engine.temperature = run.config.temperature if decoding == "sampled" else 0.0
             out = run.out / f"{when}-{decoding}.jsonl"
             out.unlink(missing_ok=True)
-            places = (run.world, out, scorer, len(run.held_out))
-            args = (run.held_out, run.engine, lambda: None, run.chat, run.config)
-            figures = evaluation.evaluate(*args, *places)
+            options = {"wake": lambda: None, "scorer": scorer, "batch": len(run.held_out)}  # it is awake
+            options |= {"config": run.config, "world": run.world, "out": out}
+            figures = evaluation.evaluate(run.held_out, run.engine, chat=run.chat, **options)
             row |= figures if decoding == "sampled" else {"accuracy_greedy": figures["accuracy"]}
         from_all([])
     if RANK == 0:
