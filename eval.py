@@ -1,17 +1,14 @@
-"""Evaluation: accuracy with its interval, what sessions were worth, trajectories to read, arms.
-Left out on purpose: pass@k, majority votes, the scorers of other benchmarks.
-    python eval.py --model runs/compaction-mosaic-0/checkpoint            # sampled; or --greedy
-    python eval.py --show runs/compaction-mosaic-0/trajectories.jsonl     # the credit of each session
-    python eval.py --compare runs/compaction-mosaic-* runs/compaction-broadcast-*
+"""Evaluation: accuracy with its interval, what sessions were worth, trajectories to read, arms to compare.
+python eval.py --model runs/compaction-mosaic-0/checkpoint            # sampled; or --greedy
+python eval.py --show runs/compaction-mosaic-0/trajectories.jsonl     # the credit of each session
+python eval.py --compare runs/compaction-mosaic-* runs/compaction-broadcast-*
 """
 
 import asyncio
-import dataclasses
 import json
 import math
-import sys
 from collections import Counter
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -32,7 +29,7 @@ def describe(trajectory, chat):
     row |= {"tokens": sum(len(segment.token_ids) for segment in trajectory.segments), "sessions": []}
     for session in trajectory.sessions:
         ids = trajectory.segments[session.segment].token_ids[session.start : session.stop]
-        row["sessions"].append({**dataclasses.asdict(session), "text": chat.decode(ids)})
+        row["sessions"].append({**asdict(session), "text": chat.decode(ids)})
     return row
 
 
@@ -51,8 +48,8 @@ def summarise(rows):
         figures[key] = average(row[key] for row in rows)
     for name, part in (("sessions", rows), ("sessions_success", wins), ("sessions_failure", losses)):
         figures[name] = average(len(row["sessions"]) for row in part)
-    for kind in (None, *mosaic.KINDS):
-        gains = [session["gain"] for session in scored if kind in (None, session["kind"])]
+    for kind in ("", *mosaic.KINDS):
+        gains = [session["gain"] for session in scored if kind in ("", session["kind"])]
         suffix = f"_{kind}" if kind else ""
         figures[f"positive_ig{suffix}"] = average(gain > 0 for gain in gains)
         figures[f"ig_per_session{suffix}"] = average(gains)
@@ -61,28 +58,25 @@ def summarise(rows):
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
-def score_gains(model, trajectories, cue, token_budget=16384, forward=phi.forward_logprobs):
+def score_gains(model, trajectories, cue, **options):
     """Write Phi (M6) around every session but the final ones, and the gain (M7) of all."""
-    phi.score_sessions(model, trajectories, cue, token_budget, forward)
+    phi.score_sessions(model, trajectories, cue, **options)
     for trajectory in trajectories:
+        # The final session has no Phi; and where it is not finite, there is no gain to speak of.
         phi_N2 = [(session.phi_before, session.phi_after) for session in trajectory.sessions]
-        # The final session has none; and where one is not finite, there is no gain to speak of.
         phi_N2 = [both if None not in both and math.isfinite(sum(both)) else (0, 0) for both in phi_N2]
         gain_N = mosaic.information_gain([before for before, _ in phi_N2], [after for _, after in phi_N2])
         for session, gain in zip(trajectory.sessions, gain_N.tolist()):
             session.gain = gain
 
 
-def evaluate(tasks, engine, wake, chat, config, world, out, scorer=None, batch=512):
+def evaluate(tasks, engine, chat, config, world, out, scorer=None, batch=512, wake=lambda: None):
     """One rollout per task, `batch` of them at a time, and a line for each in `out` -> the figures.
-    wake() gives the engine its weights. world: (tools, judge). scorer: the model whose Phi gives the gains;
-    None: no gains. A task that has a line with a reward in `out` is not asked again."""
-    if out.exists():  # a kill may have torn its last line
-        whole = out.read_bytes().rpartition(b"\n")[0]
-        out.write_bytes(whole + b"\n" if whole else b"")
-    old = harness.read_jsonl(out) if out.exists() and out.stat().st_size else []
-    answered = {row["id"] for _, row in old if row["reward"] is not None}
-    left = [task for task in tasks if task.id not in answered]
+    world: (tools, judge). scorer: the model whose Phi gives the gains; None: no gains. wake() gives the
+    engine its weights, if it is asleep. A task that has a line with a reward in `out` is not asked again."""
+    old = harness.read_jsonl(out) if out.exists() else []
+    rows = {row["id"]: row for _, row in old if row["reward"] is not None}
+    left = [task for task in tasks if task.id not in rows]
     for start in range(0, len(left), batch):
         wake()
         engine.reseed(config.seed + start)
@@ -91,11 +85,12 @@ def evaluate(tasks, engine, wake, chat, config, world, out, scorer=None, batch=5
         try:
             if scorer is not None:
                 scored = [trajectory for trajectory in trajectories if trajectory.reward is not None]
-                score_gains(scorer, scored, chat.cue, config.token_budget)
+                score_gains(scorer, scored, chat.cue, token_budget=config.token_budget)
         finally:  # hours of rollouts are not lost with a failure of Phi
-            harness.append_jsonl(out, [describe(trajectory, chat) for trajectory in trajectories])
-    rows = {row["id"]: row for _, row in harness.read_jsonl(out)}.values()  # the last one of each task
-    judged = [row for row in rows if row["reward"] is not None]
+            lines = [describe(trajectory, chat) for trajectory in trajectories]
+            harness.append_jsonl(out, lines)
+        rows |= {row["id"]: row for row in lines}
+    judged = [row for row in rows.values() if row["reward"] is not None]
     expect(judged, f"{out}: search or judge is down, no answer has a verdict")
     figures = summarise(judged)
     n, p, z = len(judged), figures["accuracy"], 1.96  # the 95 % Wilson interval of a proportion
@@ -105,6 +100,22 @@ def evaluate(tasks, engine, wake, chat, config, world, out, scorer=None, batch=5
     return {"dropped": len(rows) - n, **figures, "limits": limits}
 
 
+def check_paths(model, chat, engine, config, task):
+    """Log-probs of some drawn tokens by the engine, phi.py and the model itself. UserError: they differ."""
+    engine.temperature = 1.0
+    prompt = chat.main_prompt(config, task.question)
+    drawn, engine_logprobs, _ = asyncio.run(engine.generate(prompt, min(24, config.max_turn_tokens), []))
+    ids = torch.tensor([prompt + drawn], device=model.device)
+    with torch.no_grad():
+        own_T = model(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
+        phi_T = phi.token_logprobs(model, ids.tolist())[0].cpu()
+    for way, row_T in (("phi.py", phi_T), ("the engine", torch.tensor(engine_logprobs))):
+        gap = (row_T[-len(drawn) :] - own_T[-len(drawn) :]).abs().mean().item()
+        known = "known causes: a head that scales or caps, an inexact cache, weights that the engine packs"
+        sentence = f"--model {config.model}: {way} and the model differ by {gap:.2g} nats a token ({known})"
+        expect(gap < (0.15 if torch.cuda.is_available() else 2e-4), sentence)  # bfloat16 on a GPU
+
+
 # ---- Reading -----------------------------------------------------------------------------------------------
 def show(path, line):
     """Print a trajectory of a file with its sessions' credit; line 0: the last of those with the most."""
@@ -112,9 +123,7 @@ def show(path, line):
     for where, row in rows:
         expect({"question", "sessions"} <= row.keys(), f"--show {where}: expected the line of a trajectory")
     expect(0 <= line <= len(rows), f"--line {line}: expected 1 to {len(rows)}")
-    most = max(len(row["sessions"]) for _, row in rows)
-    longest = [pair for pair in rows if len(pair[1]["sessions"]) == most]
-    where, row = rows[line - 1] if line else longest[-1]
+    where, row = rows[line - 1] if line else max(reversed(rows), key=lambda pair: len(pair[1]["sessions"]))
     print(where)
     for key in ("question", "reference", "answer", "reward", "stop"):
         print(f"{key + ':':<11}{row[key]}")
@@ -127,22 +136,21 @@ def show(path, line):
 
 def credit_of(session, final):
     """What a session earned and why, in words."""
-    words = [] if session["advantage"] is None else ["advantage {advantage:+.3f}".format(**session)]
+    words = [] if session["advantage"] is None else ["advantage {advantage:+.3f}"]
     if session is final:
         words.append("final, so no gain")
     elif session["phi_before"] is not None:
-        words.append("Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats".format(**session))
+        words.append("Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats")
     if session is not final and session["normalised"]:
         dropped = ", which is not in its advantage" if session["advantage"] == final["advantage"] else ""
-        words.append(f"{session['normalised']:+.2f} in its kind{dropped}")
-    return ", ".join(words)
+        words.append("{normalised:+.2f} in its kind" + dropped)
+    return ", ".join(words).format(**session)
 
 
 # ---- Comparing arms ----------------------------------------------------------------------------------------
 T95 = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131".split()
-COMPARED = (
-    "accuracy accuracy_greedy sessions sessions_success sessions_failure positive_ig ig_per_session tokens"
-)
+COMPARED = "accuracy accuracy_greedy sessions sessions_success sessions_failure positive_ig".split()
+COMPARED += ["ig_per_session", "tokens"]
 
 
 def t_interval(values):
@@ -159,7 +167,7 @@ def t_interval(values):
 def compare(paths):
     """A row for each arm (folders of runs but for the seed at the end), and for its difference to the first,
     paired by seed. UserError: a run is not finished, or was evaluated in another way than the first."""
-    arms, ways, keys = {}, {}, COMPARED.split()
+    arms, ways = {}, {}
     for path in paths:
         file = Path(path, "eval.json")
         row = json.loads(file.read_text()).get("after") if file.exists() else None
@@ -169,24 +177,23 @@ def compare(paths):
         ways.setdefault(json.dumps([row[key] for key in ("limits", "steps", "n")]), path)
     expect(len(ways) == 1, f"--compare: {' and '.join(ways.values())} differ in limits, steps or questions")
     first = next(iter(arms))
-    print("| arm (seeds) | " + " | ".join(keys) + " |\n|" + "---|" * (len(keys) + 1))
+    print("| arm (seeds) | " + " | ".join(COMPARED) + " |\n|" + "---|" * (len(COMPARED) + 1))
     for arm, runs in arms.items():
-        columns = {key: [row[key] for row in runs.values() if row.get(key) is not None] for key in keys}
-        print(f"| {arm} ({len(runs)}) | " + " | ".join(map(t_interval, columns.values())) + " |")
-        pairs = [(row, arms[first][seed]) for seed, row in runs.items() if seed in arms[first]]
-        cells = []
-        for key in keys:
-            both = [(a[key], b[key]) for a, b in pairs if None not in (a.get(key), b.get(key))]
-            cells.append(t_interval([a - b for a, b in both]))
+        means, differences = [], []
+        for key in COMPARED:
+            values = {seed: row[key] for seed, row in runs.items() if row.get(key) is not None}
+            base = {seed: row[key] for seed, row in arms[first].items() if row.get(key) is not None}
+            means.append(t_interval([*values.values()]))
+            differences.append(t_interval([values[seed] - base[seed] for seed in values if seed in base]))
+        print(f"| {arm} ({len(runs)}) | " + " | ".join(means) + " |")
         if arm != first:
-            print(f"| its difference to {first} ({len(pairs)}) | " + " | ".join(cells) + " |")
+            n = len(runs.keys() & arms[first].keys())
+            print(f"| its difference to {first} ({n}) | " + " | ".join(differences) + " |")
 
 
 # ---- The program -------------------------------------------------------------------------------------------
-@dataclasses.dataclass
-class Config(Setup):
-    """Flags of an evaluation. What is not given comes from the run that made --model, or from --like."""
-
+@dataclass
+class Config(Setup):  # flags of an evaluation
     like: str = HfArg(default="", help="folder of a run whose settings to take; empty: the run of --model")
     n: int = HfArg(default=512, help="held-out tasks of the offline world; of --tasks, how many at a time")
     resume: bool = HfArg(default=False, help="keep the answers in --out and ask the other questions only")
@@ -199,15 +206,14 @@ class Config(Setup):
 
 def make_config(given):
     """Your flags, before the settings of a run, before the sizes of the world or of tasks of one's own."""
-    values = harness.SIZES["own" if given.get("tasks") else given.get("mode", "compaction")]
-    run = (
-        Path(given["like"], "config.json") if "like" in given else Path(given.get("model", ""), "mosaic.json")
-    )
-    found = run.exists() or "like" not in given
-    expect(found, f"--like {run.parent}: expected the folder of a run")
+    values = harness.values_of("own" if given.get("tasks") else "toy", given.get("mode", "compaction"))
+    run = Path(given.get("model", ""), "mosaic.json")
+    if "like" in given:
+        run = Path(given["like"], "config.json")
+        expect(run.exists(), f"--like {run.parent}: expected the folder of a run")
     if run.exists():
-        saved = json.loads(run.read_text())
-        values = {name: saved[name] for name in vars(Setup()) if name in saved}
+        values = json.loads(run.read_text())
+    values = {name: value for name, value in values.items() if name in vars(Setup())}
     return Config(**{**values, **given})
 
 
@@ -216,53 +222,35 @@ def run_evaluation(config):
     offline = harness.WORLD / "held-out.jsonl"
     tasks = harness.load_tasks(config.tasks) if config.tasks else harness.load_tasks(offline)[: config.n]
     decoding = "greedy" if config.greedy else "sampled"
-    name = config.out or f"eval-{decoding}.jsonl"
-    out = Path(name)
+    out = Path(config.out or f"eval-{decoding}.jsonl")
     out.parent.mkdir(parents=True, exist_ok=True)
-    model, chat = harness.load_policy(harness.policy_of(config), config.max_context)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    model, chat = harness.load_policy(harness.policy_of(config), config.max_context, dtype)
     for task in tasks:
         config.room(chat, task)  # UserError: it does not fit
     if out.exists() and not config.resume:
         out.rename(f"{out}.old")
-    engine = harness.ENGINES[config.engine](model, config, 0.0 if config.greedy else config.temperature)
-    wake = partial(engine.load_weights, [*model.named_parameters()])
-    wake()
+    engine = harness.ENGINES[config.engine](model, config)
+    weights = [*model.named_parameters()]
+    engine.load_weights(weights)
     check_paths(model, chat, engine, config, tasks[0])
-    figures = evaluate(tasks, engine, wake, chat, config, world, out, model, config.n)
-    return {"decoding": decoding, "seed": config.seed, "file": str(out), **figures}
-
-
-def check_paths(model, chat, engine, config, task):
-    """Log-probs of some drawn tokens by the engine, phi.py and the model itself. UserError: they differ."""
-    # HFEngine holds this very model, so a fresh one will do; another engine is asked at temperature 1.
-    probe = harness.HFEngine(model, config, 1.0) if config.engine == "hf" else engine
-    temperature, probe.temperature = probe.temperature, 1.0
-    prompt = chat.main_prompt(config, task.question)
-    drawn, engine_logprobs, _ = asyncio.run(probe.generate(prompt, min(24, config.max_turn_tokens), []))
-    probe.temperature = temperature
-    ids = torch.tensor([prompt + drawn], device=model.device)
-    with torch.no_grad():
-        own_T = model(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
-        phi_T = phi.token_logprobs(model, [ids[0].tolist()])[0].cpu()
-    for way, row_T in (("phi.py", phi_T), ("the engine", torch.tensor(engine_logprobs))):
-        gap = (row_T[-len(drawn) :] - own_T[-len(drawn) :]).abs().mean().item()
-        known = "known causes: a cache that is not exact for this model, weights that the engine packs"
-        sentence = f"--model {config.model}: {way} and the model differ by {gap:.2g} nats a token ({known})"
-        expect(gap < (0.15 if torch.cuda.is_available() else 2e-4), sentence)  # bfloat16 on a GPU
+    engine.temperature = 0.0 if config.greedy else config.temperature
+    shared = (engine, chat, config, world, out, model, config.n)
+    figures = evaluate(tasks, *shared, wake=lambda: engine.load_weights(weights))
+    print(json.dumps({"decoding": decoding, "seed": config.seed, "file": str(out), **figures}, indent=1))
 
 
 def main(argv=None):
-    try:
-        given = harness.parse_flags(Config, sys.argv[1:] if argv is None else argv, __doc__)
+    def work():
+        given = harness.parse_flags(Config, argv, __doc__)
         if "show" in given:
             show(given["show"], given.get("line", 0))
         elif "compare" in given:
             compare(given["compare"])
         else:
-            print(json.dumps(run_evaluation(make_config(given)), indent=1))
-    except (harness.UserError, OSError) as error:
-        print(f"eval.py: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+            run_evaluation(make_config(given))
+
+    harness.run_program("eval.py", work)
 
 
 if __name__ == "__main__":

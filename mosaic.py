@@ -8,10 +8,8 @@ The sum (M11) is one advantage per session, and all its tokens get it in the cli
 Shapes: _G trajectories of a group, _N sessions of one, _T tokens, _n any row. What has an entry per session
 is "ragged", a list of G tensors [N_i]. To M11, lists or tensors go in, statistics are in float64,
 float32 without gradient comes out, and wrong input is a ValueError. M6, the potential Phi, is in phi.py.
-Left out on purpose: a critic, a KL term, an entropy bonus.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -61,10 +59,8 @@ def broadcast_advantage(rewards, kinds):
     >>> broadcast_advantage([1, 0], [["normal", "compact", "normal"], ["normal"]])
     [tensor([0.7071, 0.7071, 0.7071]), tensor([-0.7071])]
     """
-    return [
-        advantage.repeat(len(kinds_N))
-        for advantage, kinds_N in zip(grpo_advantage(rewards), kinds, strict=True)
-    ]
+    advantages_G = grpo_advantage(rewards)
+    return [advantage.repeat(len(kinds_N)) for advantage, kinds_N in zip(advantages_G, kinds, strict=True)]
 
 
 # ---- M3 to M5: the session-count signal, at trajectory level -----------------------------------------------
@@ -116,9 +112,8 @@ def information_gain(before, after):
     """
     check(len(before) == len(after), f"Phi before {len(before)} sessions but after {len(after)}")
     gain_N = as_row(after, "after") - as_row(before, "before")
-    gain_N[-1] = (
-        0  # critical: stating an answer makes it likely, and the outcome reward pays for that already.
-    )
+    # critical: stating an answer makes it likely, and the outcome reward pays for that already.
+    gain_N[-1] = 0
     return gain_N.float()
 
 
@@ -133,16 +128,15 @@ def normalise_by_kind(gains, kinds):
     gains = [as_row(gain_N, "gains of a trajectory") for gain_N in gains]
     lengths = [len(gain_N) for gain_N in gains]
     check(lengths == [len(kinds_N) for kinds_N in kinds], "gains and kinds must have one entry per session")
-    places = {}  # kind -> the (trajectory, session) pairs of that kind
-    for i, kinds_N in enumerate(kinds):
+    names = []
+    for kinds_N in kinds:
         # critical: without the final session, whose 0 was set and not measured: it would pull the mean.
-        for j, kind in enumerate(kinds_N[:-1]):
-            places.setdefault(kind, []).append((i, j))
-    normalised = [torch.zeros(n) for n in lengths]
-    for pairs in places.values():
-        for (i, j), score in zip(pairs, standardise(torch.stack([gains[i][j] for i, j in pairs]))):
-            normalised[i][j] = score
-    return normalised
+        names += [*kinds_N[:-1], "final"]
+    scores_n = torch.zeros(len(names))
+    for kind in set(names) - {"final"}:
+        same_n = torch.tensor([name == kind for name in names])
+        scores_n[same_n] = standardise(torch.cat(gains)[same_n]).float()
+    return list(scores_n.split(lengths))
 
 
 # ---- M9 to M11: both levels together -----------------------------------------------------------------------
@@ -178,9 +172,8 @@ def mosaic_advantage(rewards, kinds, gains, rho=0.2, beta0=0.1, beta1=0.2, lam=0
     # critical: the failure gate comes after the z-score. Clipped first, zeros could end up above 0.
     if not any(reward > SUCCESS for reward in rewards):
         normalised = [normalised_N.clamp(max=0) for normalised_N in normalised]
-    return [
-        direction_gate(base_N, base_N + lam * r_N) for base_N, r_N in zip(advantages, normalised, strict=True)
-    ]
+    pairs = zip(advantages, normalised, strict=True)
+    return [direction_gate(base_N, base_N + lam * r_N) for base_N, r_N in pairs]
 
 
 # ---- M12: the objective ------------------------------------------------------------------------------------
@@ -237,20 +230,13 @@ class Group(NamedTuple):
     turn_probs: list | None  # G tensors [turns_i + 1]
 
 
-class Advantage(NamedTuple):
-    """A credit: function(group, config) -> ragged [N_i], or [turns_i] for one that needs Phi at turns."""
-
-    function: Callable
-    phi_at: str = "nowhere"  # where it needs Phi: "nowhere", "sessions" or "turns"
-
-
 def mosaic_credit(group, config):
     rates = (config.rho, config.beta0, config.beta1, config.lam, config.session_aware, config.shaping)
     return mosaic_advantage(group.rewards, group.kinds, group.gains, *rates, group.normalised)
 
 
-ADVANTAGES = {
-    "mosaic": Advantage(mosaic_credit, phi_at="sessions"),
-    "broadcast": Advantage(lambda group, config: broadcast_advantage(group.rewards, group.kinds)),
-    "igpo": Advantage(lambda group, config: igpo_advantage(group.rewards, group.turn_probs), phi_at="turns"),
+ADVANTAGES = {  # functions (group, config) -> ragged [N_i]; where there are turn_probs, [turns_i]
+    "mosaic": mosaic_credit,
+    "broadcast": lambda group, config: broadcast_advantage(group.rewards, group.kinds),
+    "igpo": lambda group, config: igpo_advantage(group.rewards, group.turn_probs),
 }

@@ -5,35 +5,16 @@ reference answer y*, were it asked for it by a fixed cue right after context v. 
 of sessions: each of them is a row [context, cue, answer] of a padded batch. Only log-probs are kept.
 
 Shapes: B rows, T tokens of a row, M those whose log-prob is wanted, C a chunk of the M, D hidden size, V
-vocabulary. What runs on batches takes `forward`; train.py passes one of its own where the model is sharded.
+vocabulary. `options` of any function go to `token_logprobs`.
 Left out on purpose: packed rows and caches shared between rows, which are silently wrong on hybrid models.
 """
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
 # ---- Token log-probabilities (M12) -------------------------------------------------------------------------
-class Body(MoeModelOutputWithPast):
-    """Hidden states in the place of what a model's body returns. What else its head asks for is None."""
-
-    def __getattr__(self, name):
-        return None
-
-
-def head_logits(model, hidden_CD):
-    """The model's own logits [C, V] of hidden states that its body has computed: its forward runs, the
-    body passed over, so that a head that scales or caps its logits does so."""
-    body = model.base_model
-    body.forward = lambda *_, **__: Body(last_hidden_state=hidden_CD[None])
-    try:
-        return model.forward(inputs_embeds=hidden_CD[None]).logits[0]
-    finally:
-        del body.forward
-
-
 def forward_logprobs(model, ids_BT, wanted_BT, chunk=512, temperature=1.0):
     """log pi(token t+1 | tokens ..t) and the entropy there, in nats, at the M places where wanted_BT is True.
     ids_BT [B, T], wanted_BT [B, T-1] -> two float32 [M]."""
@@ -43,19 +24,20 @@ def forward_logprobs(model, ids_BT, wanted_BT, chunk=512, temperature=1.0):
     targets_M = ids_BT[:, 1:][wanted_BT]
 
     def read_chunk(hidden_CD, targets_C):
+        logits_CV = model.get_output_embeddings()(hidden_CD)
         # critical: float32 before the sum over the vocabulary; bf16 leaves a log-probability two digits.
-        logprobs_CV = (head_logits(model, hidden_CD).float() / temperature).log_softmax(-1)
+        logprobs_CV = (logits_CV.float() / temperature).log_softmax(-1)
         fixed_CV = logprobs_CV.detach()
         return logprobs_CV.gather(-1, targets_C[:, None])[:, 0], -(fixed_CV.exp() * fixed_CV).sum(-1)
 
-    pairs = []
+    logprobs = []
+    entropies = []
     for hidden_CD, targets_C in zip(hidden_MD.split(chunk), targets_M.split(chunk)):
         # Checkpointed: only one chunk's logits exist at any time, the backward pass computes them anew.
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        pairs.append(checkpoint(read_chunk, hidden_CD, targets_C, **options))
-    return torch.cat([logprobs_C for logprobs_C, _ in pairs]), torch.cat(
-        [entropy_C for _, entropy_C in pairs]
-    )
+        logprobs_C, entropy_C = checkpoint(read_chunk, hidden_CD, targets_C, use_reentrant=False)
+        logprobs.append(logprobs_C)
+        entropies.append(entropy_C)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def batches_by_length(lengths, token_budget):
@@ -74,30 +56,30 @@ def batches_by_length(lengths, token_budget):
 def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entropy=False,
                    forward=forward_logprobs, **options):  # fmt: skip
     """log pi(token t+1 | tokens ..t) in nats, with gradient: float32 [T-1] a sequence of ids [T], or only its
-    entries where `wanted` (masks [T-1]) is True. with_entropy: (log-probs, entropies without gradient).
+    entries where `wanted` (masks [T-1]) is True. with_entropy: (log-probs, entropies [n] in any order).
+    forward: train.py has its own where the model is sharded.
     options: temperature=1.0 divides the logits; chunk=512 is how many tokens' logits are held at once."""
     if wanted is None:
         wanted = [[True] * (len(ids) - 1) for ids in sequences]
     for ids, mask in zip(sequences, wanted, strict=True):
         if len(ids) < 2 or len(mask) != len(ids) - 1:
             raise ValueError("every sequence needs T >= 2 tokens and a mask of length T-1")
-    logprobs = [None] * len(sequences)
-    entropies = [None] * len(sequences)
+    rows = [None] * len(sequences)
+    entropies = []
     for batch in batches_by_length([len(ids) for ids in sequences], token_budget):
         ids_BT = pad_sequence([torch.as_tensor(sequences[k]) for k in batch], batch_first=True)
         masks = [torch.as_tensor(wanted[k], dtype=torch.bool) for k in batch]
         wanted_BT = pad_sequence(masks, batch_first=True).to(model.device)
         logprobs_M, entropies_M = forward(model, ids_BT.to(model.device), wanted_BT, **options)
-        counts = [int(mask.sum()) for mask in masks]
-        for k, logprobs_T, entropies_T in zip(batch, logprobs_M.split(counts), entropies_M.split(counts)):
-            logprobs[k] = logprobs_T
-            entropies[k] = entropies_T
-    return (logprobs, entropies) if with_entropy else logprobs
+        entropies.append(entropies_M)
+        for k, logprobs_T in zip(batch, logprobs_M.split([int(mask.sum()) for mask in masks])):
+            rows[k] = logprobs_T
+    return (rows, torch.cat(entropies)) if with_entropy else rows
 
 
 # ---- Phi (M6) ----------------------------------------------------------------------------------------------
 @torch.no_grad()
-def answer_logprob(model, contexts, answers, token_budget=16384, forward=forward_logprobs):
+def answer_logprob(model, contexts, answers, token_budget=16384, **options):
     """Phi, the mean log-likelihood in nats per token of answers[k] after contexts[k] (lists of token ids; the
     cue ends the context): [n] float32 on the CPU. Equal pairs (a group's task prompt) are computed once."""
     lengths = [len(ids) for ids in [*contexts, *answers]]
@@ -108,49 +90,47 @@ def answer_logprob(model, contexts, answers, token_budget=16384, forward=forward
     # critical: the mean is over the answer alone. Its first token is predicted at the context's last.
     wanted = [[False] * (len(context) - 1) + [True] * len(answer) for context, answer in distinct]
     rows = [context + answer for context, answer in distinct]
-    logprobs = token_logprobs(model, rows, wanted, token_budget, forward=forward)
+    logprobs = token_logprobs(model, rows, wanted, token_budget, **options)
     phi_of = {pair: logprobs_A.mean().item() for pair, logprobs_A in zip(distinct, logprobs)}
     return torch.tensor([phi_of[pair] for pair in pairs])
 
 
-def potentials(model, requests, cue, token_budget=16384, forward=forward_logprobs):
-    """Phi of segment_ids[:p] + cue for requests (segment_ids, p, answer): [n] float32 on the CPU."""
-    for ids, p, _ in requests:
-        if not 0 <= p <= len(ids):
-            raise ValueError(f"Phi needs positions that lie in the segment: {p} is not in 0 to {len(ids)}")
-    contexts = [[*ids[:p], *cue] for ids, p, _ in requests]
-    return answer_logprob(model, contexts, [answer for _, _, answer in requests], token_budget, forward)
-
-
-def segment_potentials(model, segment_ids, positions, cue, answer):
+def segment_potentials(model, segment_ids, positions, cue, answer, **options):
     """Phi of segment_ids[:p] + cue for every p of `positions`: [len(positions)] float32 on the CPU."""
-    return potentials(model, [(segment_ids, p, answer) for p in positions], cue)
+    for p in positions:
+        if not 0 <= p <= len(segment_ids):
+            raise ValueError(f"Phi needs positions that lie in the segment: {p} is past {len(segment_ids)}")
+    contexts = [[*segment_ids[:p], *cue] for p in positions]
+    return answer_logprob(model, contexts, [answer] * len(contexts), **options)
 
 
 # ---- Phi of trajectories (M7), of which only the fields are known here -------------------------------------
-def score_sessions(model, trajectories, cue, token_budget=16384, forward=forward_logprobs):
+def phi_at(model, places, cue, **options):
+    """Phi at places (trajectory, segment, position): [n] float32 on the CPU."""
+    contexts = [t.segments[segment].token_ids[:position] + cue for t, segment, position in places]
+    return answer_logprob(model, contexts, [t.reference_ids for t, _, _ in places], **options)
+
+
+def score_sessions(model, trajectories, cue, **options):
     """Write phi_before and phi_after into every session but the final one of each trajectory."""
     sessions = []
-    requests = []
+    places = []
     for trajectory in trajectories:
         for session in trajectory.sessions[:-1]:
             sessions.append(session)
-            for segment, position in (session.before, session.after):
-                ids = trajectory.segments[segment].token_ids
-                requests.append((ids, position, trajectory.reference_ids))
-    phi_2n = potentials(model, requests, cue, token_budget, forward).tolist()
+            places += [(trajectory, *session.before), (trajectory, *session.after)]
+    phi_2n = phi_at(model, places, cue, **options).tolist()
     for session, before, after in zip(sessions, phi_2n[::2], phi_2n[1::2]):
         session.phi_before = before
         session.phi_after = after
 
 
-def turn_probabilities(model, trajectories, cue, token_budget=16384, forward=forward_logprobs):
+def turn_probabilities(model, trajectories, cue, **options):
     """For IGPO: exp(Phi) where each turn of the main agent begins, and the last of them again, since the last
     turn earns the outcome and what follows it is never used -> rows [turns + 1]."""
-    requests = []
-    for trajectory in trajectories:
-        for segment, start, _ in trajectory.main_turns():
-            requests.append((trajectory.segments[segment].token_ids, start, trajectory.reference_ids))
-    phi_n = potentials(model, requests, cue, token_budget, forward)
-    rows = phi_n.split([len(trajectory.main_turns()) for trajectory in trajectories])
-    return [torch.cat([row, row[-1:]]).exp() for row in rows]
+    turns = [trajectory.main_turns() for trajectory in trajectories]
+    places = []
+    for trajectory, spans in zip(trajectories, turns):
+        places += [(trajectory, segment, start) for segment, start, _ in spans]
+    rows = phi_at(model, places, cue, **options).exp().split([len(spans) for spans in turns])
+    return [torch.cat([row, row[-1:]]) for row in rows]

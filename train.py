@@ -1,25 +1,21 @@
 """Synchronous GRPO over sets of sessions, with Mosaic's credit. One step is the loop at the end of this file:
     tasks -> rollouts -> Phi -> gains -> one advantage per session -> per token -> policy loss -> sync
 
-Shapes: T sampled tokens of a micro-batch. Left out on purpose: a critic, a KL penalty, entropy bonuses,
-importance weights between engine and trainer, rollouts that overlap training.
+Left out on purpose: a critic, a KL penalty, an entropy bonus, rollouts that overlap training.
     python train.py --mode compaction            # offline world and tiny model: no GPU, no download
     torchrun --nproc-per-node 8 train.py --preset paper --mode compaction --tasks my.jsonl --corpus docs/
 """
 
-import dataclasses
 import json
 import math
 import os
 import random
 import shutil
-import sys
 import time
 from collections import Counter
-from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,15 +37,13 @@ from harness import HfArg, Segment, Setup, UserError, expect, require
 
 
 # ---- Config ------------------------------------------------------------------------------------------------
-@dataclasses.dataclass
-class Config(Setup):
-    """One run. The fields are the flags; those of Limits and Setup (harness.py) come first."""
-
+@dataclass
+class Config(Setup):  # one run; the fields of Limits and Setup (harness.py) are flags too
     preset: Literal["", "toy", "own", "paper"] = HfArg(default="", help="empty: own with --tasks, else toy")
     advantage: str = HfArg(default="mosaic", help="the credit, an entry of mosaic.ADVANTAGES")
     session_aware: bool = HfArg(default=True, help="trajectory level of Mosaic, M4 and M5; without it M1")
     shaping: bool = HfArg(default=True, help="session level of Mosaic, M7 to M10")
-    measure_gains: bool = HfArg(default=False, help="pay for Phi and log gains though the credit needs none")
+    measure_gains: bool = HfArg(default=False, help="log gains with broadcast and igpo too, which do without")
     rho: float = HfArg(default=0.2, help="strength of the session-count signal (M4), 0 <= rho < 1")
     beta0: float = HfArg(default=0.1, help="fallback of all-failure groups (M5)")
     beta1: float = HfArg(default=0.2, help="fallback of all-success groups (M5)")
@@ -76,18 +70,9 @@ class Config(Setup):
         require(self, "minibatches", self.minibatches <= most, f"at most the {most} trajectories of a step")
         known = mosaic.ADVANTAGES
         require(self, "advantage", self.advantage in known, f"one of {', '.join(known)}")
-        if self.preset == "paper":
-            require(self, "preset", torch.cuda.is_available(), "a GPU")
+        require(self, "preset", self.preset != "paper" or torch.cuda.is_available(), "a GPU")
 
 
-# What stands in the place of the fields' defaults; flags go before it.
-PRESETS = {"toy": {}, "own": {"tasks_per_step": 2, "group_size": 4, "minibatches": 1, "lr": 1e-6}}
-PRESETS["own"] |= {"parity_tolerance": 0.1, "eval_tasks": 0, "token_budget": 8192}
-PRESETS["paper"] = PRESETS["own"] | {"model": "Qwen/Qwen3.5-4B", "engine": "vllm", "max_context": 131072}
-PRESETS["paper"] |= {"max_turn_tokens": 8192, "max_response_tokens": 16384, "max_summary_tokens": 4096}
-PRESETS["paper"] |= {"max_turns": 100, "max_calls": 200, "max_subagent_turns": 30, "max_sessions": 17}
-PRESETS["paper"] |= {"max_parallel_calls": 4, "token_budget": 65536, "tasks_per_step": 16, "group_size": 8}
-PRESETS["paper"] |= {"steps": 62, "checkpoint_every": 2}
 MAY_CHANGE = "resume out steps checkpoint_every engine engine_memory token_budget search_url".split()
 
 
@@ -95,8 +80,8 @@ def make_config(argv):
     """The preset, then your flags; with --resume the run's own config, and of your flags what may change."""
     given = harness.parse_flags(Config, argv, __doc__)
     preset = given.get("preset") or ("own" if given.get("tasks") else "toy")
-    sizes = harness.SIZES["own" if given.get("tasks") else given.get("mode", "compaction")]
-    config = Config(**{**sizes, **PRESETS[preset], **given, "preset": preset})
+    values = harness.values_of(preset, given.get("mode", "compaction"))
+    config = Config(**{**values, **given, "preset": preset})
     if not config.resume:
         return config
     saved = Path(config.out, "config.json")
@@ -126,10 +111,7 @@ def checkpointed(forward):
     """A block's forward whose activations the backward pass computes anew; its input waits on the CPU."""
 
     def run(*args, **options):
-        if not torch.is_grad_enabled():
-            return forward(*args, **options)
-        gpu = torch.cuda.is_available()
-        with torch.autograd.graph.save_on_cpu(pin_memory=True) if gpu else nullcontext():
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
             return checkpoint(forward, *args, use_reentrant=False, **options)
 
     return run
@@ -149,47 +131,35 @@ def shard(model):
     register_fsdp_forward_method(model, "forward_logprobs")  # before it, FSDP gathers the weights
 
 
-def forward(model, *args, **options):
-    """What phi.py calls in the place of its own forward_logprobs."""
+def forward(model, *args, **options):  # what phi.py calls in the place of its own forward_logprobs
     return (model.forward_logprobs if SHARDED else partial(phi.forward_logprobs, model))(*args, **options)
 
 
 # ---- Credit: M8 to M11 for the sessions of one group, and for each of their tokens -------------------------
 def credit(group, turn_probs, config):
     """Write the normalised gain and the advantage of each session, and the advantage of each token.
-    turn_probs: for a credit that needs Phi at turns, exp(Phi) where those of each trajectory begin."""
+    turn_probs: for IGPO, exp(Phi) where the turns of each trajectory begin; else None."""
     kinds = [[session.kind for session in trajectory.sessions] for trajectory in group]
     gains = normalised = None
     if group[0].sessions[0].gain is not None:
         gains = [[session.gain for session in trajectory.sessions] for trajectory in group]
         normalised = mosaic.normalise_by_kind(gains, kinds)
-        for trajectory, normalised_N in zip(group, normalised):
-            for session, score in zip(trajectory.sessions, normalised_N.tolist()):
-                session.normalised = score
     view = mosaic.Group([trajectory.reward for trajectory in group], kinds, gains, normalised, turn_probs)
-    estimator = mosaic.ADVANTAGES[config.advantage]
-    for trajectory, advantages in zip(group, estimator.function(view, config), strict=True):
-        if estimator.phi_at == "turns":
-            credit_turns(trajectory, advantages.tolist())
-            continue
-        for session, advantage in zip(trajectory.sessions, advantages.tolist(), strict=True):
-            session.advantage = advantage
+    advantages = mosaic.ADVANTAGES[config.advantage](view, config)
+    for i, trajectory in enumerate(group):
+        spans = [(session.segment, session.start, session.stop) for session in trajectory.sessions]
+        spans = trajectory.main_turns() if turn_probs else spans
         for segment in trajectory.segments:
-            segment.advantage = [trajectory.sessions[j].advantage for j in segment.session]
-
-
-def credit_turns(trajectory, advantages):
-    """An advantage per turn of the main agent; a subagent shares that of the turn that sent it."""
-    for segment in trajectory.segments:
-        segment.advantage = [0.0] * len(segment.token_ids)
-    for (index, start, stop), advantage in zip(trajectory.main_turns(), advantages, strict=True):
-        trajectory.segments[index].advantage[start:stop] = [advantage] * (stop - start)
-    for session in trajectory.sessions:
-        own = trajectory.segments[session.segment]
-        if session.kind == "subagent":
-            index, merged = session.before
-            own.advantage = [trajectory.segments[index].advantage[merged]] * len(own.token_ids)
-        session.advantage = own.advantage[session.stop - 1]  # of its last turn
+            segment.advantage = [0.0] * len(segment.token_ids)
+        for (index, start, stop), advantage in zip(spans, advantages[i].tolist(), strict=True):
+            trajectory.segments[index].advantage[start:stop] = [advantage] * (stop - start)
+        for j, session in enumerate(trajectory.sessions):
+            own = trajectory.segments[session.segment].advantage
+            if turn_probs and session.kind == "subagent":  # it shares that of the turn that sent it
+                index, merged = session.before
+                own[:] = [trajectory.segments[index].advantage[merged]] * len(own)
+            session.advantage = own[session.stop - 1]  # with turns, that of its last one
+            session.normalised = normalised[i][j].item() if normalised else None
 
 
 # ---- Update (M12) ------------------------------------------------------------------------------------------
@@ -197,7 +167,7 @@ EMPTY = (Segment([0, 0], [False, False]), torch.zeros(3, 0))  # weighs nothing, 
 
 
 def rows_of(trajectory, n_trajectories):
-    """Each segment with the old log-probs, advantages and weights of its sampled tokens, [3, T]. The weight
+    """Each segment with the old log-probs, advantages and weights of its T sampled tokens, [3, T]. The weight
     is M12's 1 / (G T_i) over the whole batch, taken here, before anything is split."""
     n_sampled = sum(sum(segment.sampled) for segment in trajectory.segments)
     rows = []
@@ -209,11 +179,11 @@ def rows_of(trajectory, n_trajectories):
 
 
 def loss_of(model, part, config, sums):
-    """M12 for the rows of a micro-batch; what it measures on the way is added to `sums`."""
+    """M12 for the rows of a micro-batch, T sampled tokens; what it measures on the way is added to `sums`."""
     ids = [segment.token_ids for segment, _ in part]
     wanted = [segment.sampled[1:] for segment, _ in part]
     options = {"with_entropy": True, "forward": forward, "temperature": config.temperature}
-    logprobs, entropies = phi.token_logprobs(model, ids, wanted, config.token_budget, **options)
+    logprobs, entropy_T = phi.token_logprobs(model, ids, wanted, config.token_budget, **options)
     logprobs_T = torch.cat(logprobs)
     old_T, advantages_T, weights_T = torch.cat([columns for _, columns in part], dim=1).to(model.device)
     loss = mosaic.policy_loss(logprobs_T, old_T, advantages_T, weights_T, config.clip_low, config.clip_high)
@@ -222,9 +192,8 @@ def loss_of(model, part, config, sums):
     sums["loss"] += loss.item()
     sums["tokens"] += len(change_T)
     sums["gap"] += change_T.abs().sum().item()
-    sums["entropy"] += torch.cat(entropies).sum().item()
+    sums["entropy"] += entropy_T.sum().item()
     sums["clip_fraction"] += outside_T.sum().item()
-    sums["forwarded"] += sum(len(segment.token_ids) for segment, _ in part if segment is not EMPTY[0])
     return loss
 
 
@@ -258,40 +227,31 @@ def update(model, optimizer, trajectories, step, config):
         totals["grad_norm"] += norm / n_minibatches
         if math.isfinite(norm):  # a broken minibatch must not spoil the weights of a run of days
             optimizer.step()
-        else:
-            totals["skipped"] += 1
+        totals["skipped"] += not math.isfinite(norm)
         optimizer.zero_grad()
-    unique = sum(session.stop - session.start for t in trajectories for session in t.sessions)
     row = {key: totals[key] for key in ("loss", "grad_norm", "skipped")}
     row |= {key: totals[key] / totals["tokens"] for key in ("entropy", "clip_fraction")}
-    return row | {"engine_gap": gap, "forwards": totals["forwarded"] / unique}  # 1: each token forwarded once
+    return row | {"engine_gap": gap}
 
 
 # ---- A run: what stands ready before the first step, and its folder ----------------------------------------
 QUIET = True if RANK else None  # of progress bars; None: they show on a terminal
 LOGS = ("metrics.jsonl", "trajectories.jsonl")
-
-
-def write_json(path, row):
-    """Written aside, then renamed: a file of this name is always whole."""
-    aside = path.with_name(path.name + ".aside")
-    aside.write_text(json.dumps(row, indent=1))
-    aside.rename(path)
+WHOLE = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def split_tasks(config):
     """(tasks to train on, tasks held out). The held-out ones are the same whatever the seed."""
-    path = config.tasks or harness.WORLD / "train.jsonl"
-    tasks = harness.load_tasks(path)
-    held_out = [] if config.tasks else harness.load_tasks(harness.WORLD / "held-out.jsonl")
+    tasks = harness.load_tasks(config.tasks or harness.WORLD / "train.jsonl")
+    n = config.eval_tasks
     if config.tasks:
-        require(
-            config, "eval_tasks", config.eval_tasks < len(tasks), f"fewer than the {len(tasks)} of --tasks"
-        )
+        require(config, "eval_tasks", n < len(tasks), f"fewer than the {len(tasks)} of --tasks")
         random.Random(0).shuffle(tasks)
-        held_out, tasks = tasks[: config.eval_tasks], tasks[config.eval_tasks :]
+        held_out, tasks = tasks[:n], tasks[n:]
+    else:
+        held_out = harness.load_tasks(harness.WORLD / "held-out.jsonl")[:n]
     random.Random(config.seed).shuffle(tasks)
-    return tasks, held_out[: config.eval_tasks]
+    return tasks, held_out
 
 
 def set_up(config):
@@ -312,45 +272,39 @@ def set_up(config):
     world = harness.open_world(config)  # (tools, judge)
     source = str(folder) if config.resume else harness.policy_of(config)
     model, chat = harness.load_policy(source, config.max_context)
-    if torch.cuda.is_available() and model.config.get_text_config().model_type.startswith("qwen3_5"):
-        require(config, "model", find_spec("fla"), "pip install flash-linear-attention")
     for task in [*tasks, *held_out]:
         config.room(chat, task)  # UserError: it does not fit
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "config.json", vars(config))
+    (out / "config.json").write_text(json.dumps(vars(config), indent=1))
     # HFEngine draws from the trainer's own model, unless that is sharded; VLLMEngine reads its config only.
     own = harness.load_policy(source)[0] if SHARDED and config.engine == "hf" else model
-    engine = harness.ENGINES[config.engine](own, config, config.temperature)
+    engine = harness.ENGINES[config.engine](own, config)
     engine.load_weights(model.named_parameters())
     evaluation.check_paths(model, chat, engine, config, tasks[0])
     engine.sleep()
     if SHARDED:
         shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    run = SimpleNamespace(config=config, out=out, tasks=tasks, held_out=held_out, world=world)
+    run = SimpleNamespace(config=config, out=out, tasks=tasks, held_out=held_out, world=world, hinted=False)
     vars(run).update(model=model, chat=chat, engine=engine, optimizer=optimizer)
     if not config.resume:
         return run, 0
     state = torch.load(folder / "trainer.pt", weights_only=True, mmap=True)
     if state["step"]:
-        full = states.StateDictOptions(full_state_dict=True)
-        states.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=full)
-    for log in LOGS if RANK == 0 else ():  # what came after the checkpoint is done again
-        if (out / log).exists():
+        states.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=WHOLE)
+    for log in LOGS:  # what came after the checkpoint is done again
+        if RANK == 0 and (out / log).exists():
             os.truncate(out / log, state["sizes"][log])
     return run, state["step"]
 
 
 def save_checkpoint(run, step):
     """Written aside, then renamed: a folder of this name is always whole. It fits any number of ranks."""
-    full = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = states.get_model_state_dict(run.model, options=full)
+    weights = states.get_model_state_dict(run.model, options=WHOLE)
     # Before the first step there is no state, and to ask for it would make a step.
-    adam = states.get_optimizer_state_dict(run.model, run.optimizer, options=full) if step else {}
-    folder = run.out / "checkpoint"
-    aside = run.out / "checkpoint.aside"
-    old = run.out / "checkpoint.old"
+    adam = states.get_optimizer_state_dict(run.model, run.optimizer, options=WHOLE) if step else {}
     if RANK == 0:
+        folder, aside, old = [run.out / f"checkpoint{end}" for end in ("", ".aside", ".old")]
         shutil.rmtree(aside, ignore_errors=True)
         sizes = {log: (run.out / log).stat().st_size if step else 0 for log in LOGS}
         try:
@@ -376,8 +330,6 @@ def sync_weights(run):
 
 def evaluate_held_out(run, when, step):
     """The policy on the held-out tasks, sampled, and in the offline world greedy too; into eval.json."""
-    if not run.held_out:
-        return
     row = {"steps": step}
     for decoding in ("sampled",) if run.config.tasks else ("greedy", "sampled"):
         sync_weights(run)  # by all ranks; the first one goes on with them
@@ -387,19 +339,17 @@ def evaluate_held_out(run, when, step):
             run.engine.temperature = run.config.temperature if decoding == "sampled" else 0.0
             out = run.out / f"{when}-{decoding}.jsonl"
             out.unlink(missing_ok=True)
-            options = {"wake": lambda: None, "scorer": scorer, "batch": len(run.held_out)}  # it is awake
-            options |= {"config": run.config, "world": run.world, "out": out}
-            figures = evaluation.evaluate(run.held_out, run.engine, chat=run.chat, **options)
+            shared = (run.engine, run.chat, run.config, run.world)
+            figures = evaluation.evaluate(run.held_out, *shared, out, scorer)
             row |= figures if decoding == "sampled" else {"accuracy_greedy": figures["accuracy"]}
         from_all([])
     if RANK == 0:
         file = run.out / "eval.json"
         results = json.loads(file.read_text()) if file.exists() else {}
-        write_json(file, results | {when: row})
-        low, high = row["interval"]
-        greedy = "" if run.config.tasks else f" (greedy {row['accuracy_greedy']:.3f})"
-        accuracy = f"accuracy {row['accuracy']:.3f} [{low:.3f}, {high:.3f}]{greedy}"
-        tqdm.write(f"{when:>6}: {accuracy}, {row['sessions']:.2f} sessions, n {row['n']}")
+        file.write_text(json.dumps(results | {when: row}, indent=1))
+        greedy = "" if run.config.tasks else " (greedy {accuracy_greedy:.3f})"
+        text = "accuracy {accuracy:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]" + greedy
+        tqdm.write(f"{when:>6}: {text}, {{sessions:.2f}} sessions, n {{n}}".format(**row))
 
 
 # ---- The main loop -----------------------------------------------------------------------------------------
@@ -407,8 +357,8 @@ def train(config):
     run, step = set_up(config)
     if step == 0:
         save_checkpoint(run, step)
+    if step == 0 and run.held_out:
         evaluate_held_out(run, "before", step)
-    phi_at, hinted = mosaic.ADVANTAGES[config.advantage].phi_at, False
     bar = tqdm(total=config.steps, initial=step, desc=config.out, disable=QUIET)
     while step < config.steps:
         clock = {"start": time.perf_counter()}
@@ -430,34 +380,30 @@ def train(config):
         if SHARDED:  # a forward of all ranks together gathers the weights; then each goes at its own pace
             phi.answer_logprob(run.model, [[0]], [[0]], forward=forward)
         options = {"cue": run.chat.cue, "token_budget": config.token_budget, "forward": forward}
-        if phi_at == "sessions" or config.measure_gains:
+        if config.measure_gains or config.advantage not in ("broadcast", "igpo"):
             evaluation.score_gains(run.model, [t for group in groups for t in group], **options)
-        clock["phi"] = time.perf_counter()
 
         # 5, 6. One advantage per session (or turn), given to all its tokens.
         for group in groups:
-            at_turns = phi.turn_probabilities(run.model, group, **options) if phi_at == "turns" else None
-            credit(group, at_turns, config)
-        clock["credit"] = time.perf_counter()
+            at_turns = config.advantage == "igpo"
+            credit(group, phi.turn_probabilities(run.model, group, **options) if at_turns else None, config)
+        clock["phi"] = time.perf_counter()
 
         # 7. Clipped policy-gradient steps on the trajectories of all ranks.
         groups = from_all(groups)
-        trajectories = [trajectory for group in groups for trajectory in group]
-        metrics = update(run.model, run.optimizer, trajectories, step, config)
+        metrics = update(run.model, run.optimizer, [t for group in groups for t in group], step, config)
         clock["update"] = time.perf_counter()
 
         if RANK == 0:
             row = log(run, groups, step, metrics, clock)
             bar.set_postfix(reward=row["reward"], sessions=row["sessions"])
-            if hint(trajectories) and not hinted:
-                tqdm.write(hint(trajectories))
-                hinted = True
         step += 1
         bar.update()
         if step % config.checkpoint_every == 0 or step == config.steps:
             save_checkpoint(run, step)
     bar.close()
-    evaluate_held_out(run, "after", step)
+    if run.held_out:
+        evaluate_held_out(run, "after", step)
     if RANK == 0:
         print(f"results: {run.out}; read on: python eval.py --show {run.out}/trajectories.jsonl")
     if SHARDED and config.engine == "hf":  # vllm ends the processes' group by itself
@@ -468,17 +414,15 @@ def train(config):
 def groups_of(run, rolled, step):
     """The groups of this rank, less the trajectories without a reward: search or judge was down, which is no
     failure of the policy's (nor is a tool's error). With over half lost, the run ends with a checkpoint."""
-    stops = from_all(["" if t.reward is not None else t.stop for t in rolled])
-    lost = Counter(stop for stop in stops if stop)
-    if 2 * lost.total() > len(stops):
+    stops = from_all([trajectory.stop for trajectory in rolled if trajectory.reward is None])
+    if 2 * len(stops) > run.config.tasks_per_step * run.config.group_size:
         if step:
             save_checkpoint(run, step)
-        raise UserError(f"step {step} lost {dict(lost)} of {len(stops)} rollouts; --resume goes on")
-    groups = []
-    for k in range(0, len(rolled), run.config.group_size):
-        group = [t for t in rolled[k : k + run.config.group_size] if t.reward is not None]
-        groups += [group] if group else []
-    return groups
+        raise UserError(f"step {step} lost most of its rollouts to {dict(Counter(stops))}; --resume goes on")
+    size = run.config.group_size
+    groups = [rolled[k : k + size] for k in range(0, len(rolled), size)]
+    groups = [[trajectory for trajectory in group if trajectory.reward is not None] for group in groups]
+    return [group for group in groups if group]
 
 
 def log(run, groups, step, metrics, clock):
@@ -497,28 +441,15 @@ def log(run, groups, step, metrics, clock):
     # Metrics leave for a dashboard here: `row` is all that it needs.
     harness.append_jsonl(run.out / LOGS[0], [row])
     harness.append_jsonl(run.out / LOGS[1], lines)
+    if not run.hinted and not any(any(segment.advantage) for t in trajectories for segment in t.segments):
+        run.hinted = True
+        advice = "if truncated, raise --max-turn-tokens; if malformed, a larger model; else easier tasks"
+        tqdm.write(f"step {step}: nothing to learn from, no group's rewards differ. {row['stops']}: {advice}")
     return row
 
 
-def hint(trajectories):
-    """What to change where no token of a step has an advantage; "" where some have."""
-    if any(any(segment.advantage) for t in trajectories for segment in t.segments):
-        return ""
-    stops = dict(Counter(trajectory.stop for trajectory in trajectories))
-    return (
-        f"nothing to learn from: no group's rewards differ, its trajectories ended by {stops}. If truncated, "
-        "raise --max-turn-tokens; if malformed, take a larger model; else easier tasks or larger groups"
-    )
-
-
 def main(argv=None):
-    try:
-        train(make_config(sys.argv[1:] if argv is None else argv))
-    except (UserError, OSError) as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    harness.run_program("train.py", lambda: train(make_config(argv)))
 
 
 if __name__ == "__main__":
