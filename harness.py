@@ -327,7 +327,8 @@ def is_allowed(address):
 # Nine tries of what may succeed later, in some five minutes or as long as Retry-After asks for.
 TRIES = Retry(8, backoff_factor=1.5, retry_after_max=300, status_forcelist=BUSY, allowed_methods=None)
 SESSION = requests.Session()
-SESSION.mount("http", HTTPAdapter(max_retries=TRIES.new(raise_on_status=False), pool_maxsize=256))
+for prefix in ("http://", "https://"):
+    SESSION.mount(prefix, HTTPAdapter(max_retries=TRIES.new(raise_on_status=False), pool_maxsize=256))
 
 
 def ask(name, url, read, variable="", body=None, told=(), final=UserError):
@@ -430,7 +431,7 @@ VERDICT += r"(?!\W{1,3}(?:or\W+)?(?:yes|no)\b)"
 async def judge(task, answer, model):
     """The verdict of a model at an OpenAI-compatible endpoint (API_BASE, API_KEY)."""
     texts = {"question": task.question, "reference": task.answer, "answer": answer[:1000]}
-    prompt = PROMPTS["judge"] + json.dumps(texts, ensure_ascii=False).replace(
+    prompt = PROMPTS["judge"]["grade"] + json.dumps(texts, ensure_ascii=False).replace(
         "<", "\\u003c"
     )  # ends no chat turn
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
@@ -578,8 +579,9 @@ class Chat:
                 control[text] = id
         self.control = set(control.values())
         expect(self.close[0] in self.control, f"{wanted} turns that end with a token of their own")
-        # critical: a lookahead finds overlapping spellings too; a match that consumes would miss the second.
-        self.spelled = re.compile(f"(?={'|'.join(map(re.escape, [*control, *TAGS]))})(.)", re.S)
+        # critical: it consumes nothing, and so cuts overlapping spellings too, after their first characters.
+        self.spelled = re.compile(f"(?s)(?<=(?={'|'.join(map(re.escape, control))}).)")
+        self.tags = [tag for tag in TAGS if tag not in control]
         more = [stops] if isinstance(stops, int) else stops or []  # an id or ids that end the turn as well
         self.stops = list(dict.fromkeys([self.close[0], *more]))
 
@@ -587,11 +589,12 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def foreign(self, text, max_tokens=None):
-        """Ids of foreign text. What is spelled like a control token or a tag gets a space after its first
-        character; only what a tokenizer's own normaliser makes a control token of is left out."""
+        """Ids of foreign text: spelled control tokens are cut in two; our tags that are none get a space."""
         text = (text if max_tokens is None else text[: 32 * max_tokens]).encode("utf-8", "replace").decode()
-        ids = self.own(self.spelled.sub(r"\1 ", text))
-        return [i for i in ids if i not in self.control][:max_tokens]
+        for tag in self.tags:
+            text = text.replace(tag, tag.replace("<", "< "))
+        ids = [i for piece in self.spelled.split(text) for i in self.own(piece)]
+        return [i for i in ids if i not in self.control][:max_tokens]  # a normaliser could have spelled one
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -654,7 +657,9 @@ def load_policy(source, max_context=0, dtype=torch.float32):
     except UserError:
         raise
     except Exception as error:  # libraries have many words for weights that are torn or do not fit
-        raise UserError(f"--model {source}: expected a model with its tokenizer ({error!r:.200})") from None
+        raise UserError(
+            f"--model {source}: expected a model, no adapter, with its tokenizer ({error!r:.200})"
+        ) from None
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     # It stays in eval mode, without dropout: log-probs of different forwards are compared.
     return model.eval(), Chat(tokenizer, model.generation_config.eos_token_id)
@@ -842,9 +847,10 @@ class Agent:
             answer, calls = parse_turn(self.chat.decode(ids), self.chat.in_thought)
             if answer:
                 return "answer", answer
-            self.trajectory.malformed += MALFORMED in calls
-            if self.trajectory.malformed >= MOST_MALFORMED:
-                return "malformed", ""
+            if MALFORMED in calls:
+                self.trajectory.malformed += 1
+                if self.trajectory.malformed >= MOST_MALFORMED:
+                    return "malformed", ""
             await self.respond(index, calls, forks)
         return "turns", ""
 

@@ -12,19 +12,28 @@ Left out on purpose: packed rows and caches shared between rows, which are silen
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
 # ---- Token log-probabilities (M12) -------------------------------------------------------------------------
+class Body(MoeModelOutputWithPast):  # hidden states of a model's body; what else its head asks for is None
+    def __getattr__(self, name):
+        return None
+
+
 def forward_logprobs(model, ids_BT, wanted_BT, chunk=512, temperature=1.0):
     """log pi(token t+1 | tokens ..t) and the entropy there, in nats, at the M places where wanted_BT is True.
     ids_BT [B, T], wanted_BT [B, T-1] -> two float32 [M]."""
     # No attention mask: the padding is on the right, where no earlier token of a causal model sees it.
-    output = model.base_model(ids_BT[:, :-1], use_cache=False)
-    hidden_MD = output.last_hidden_state[wanted_BT]
+    body = model.base_model
+    hidden_MD = body(ids_BT[:, :-1], use_cache=False).last_hidden_state[wanted_BT]
     targets_M = ids_BT[:, 1:][wanted_BT]
 
     def read_chunk(hidden_CD, targets_C):
-        logits_CV = model.get_output_embeddings()(hidden_CD)
+        # Its own forward with the body passed over, since heads may scale or cap their logits.
+        body.forward = lambda *_, **__: Body(last_hidden_state=hidden_CD[None])
+        logits_CV = model.forward(inputs_embeds=hidden_CD[None]).logits[0]
+        del body.forward
         # critical: float32 before the sum over the vocabulary; bf16 leaves a log-probability two digits.
         logprobs_CV = (logits_CV.float() / temperature).log_softmax(-1)
         fixed_CV = logprobs_CV.detach()

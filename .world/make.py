@@ -215,9 +215,8 @@ def main():
     if not flags["out"]:
         parser.error("--out: expected the folder of the policy, or --tasks")
     given = {name: flags[name] for name in sizes if flags[name] is not None}
-    limits = harness.Limits(
-        **{**harness.SIZES[flags["mode"]], "mode": flags["mode"], "prompts": "offline", **given}
-    )
+    sizes = {**harness.values_of("toy", flags["mode"]), **given}
+    limits = harness.Limits(mode=flags["mode"], **sizes)
     torch.set_num_threads(1)
     chat = harness.Chat(make_tokenizer())
     model = make_model(len(chat.tokenizer), flags["seed"])

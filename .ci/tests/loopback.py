@@ -6,7 +6,21 @@ import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import requests
+from requests.adapters import HTTPAdapter
+
+import harness
+
 SLEEP = time.sleep  # tests replace time.sleep
+
+
+def fresh_session() -> requests.Session:
+    """The project's session, without the connections of earlier tests."""
+    session = requests.Session()
+    for prefix in ("http://", "https://"):
+        retries = harness.SESSION.get_adapter(prefix + "a.org").max_retries
+        session.mount(prefix, HTTPAdapter(max_retries=retries, pool_maxsize=256))
+    return session
 
 
 @dataclass

@@ -41,7 +41,7 @@ def batches_of(chat, model) -> list:
     batches = []
     for n, mode in ((6, "compaction"), (1, "single"), (4, "both")):
         config = train.make_config(["--mode", mode])
-        engine = harness.HFEngine(model, config, 1.0)
+        engine = harness.HFEngine(model, config)
         engine.reseed(n)
         batches.append(harness.roll_out(offline_tasks(n), engine, chat, config))
     assert len(batches[1][0].segments) == 1
@@ -63,11 +63,14 @@ def work_through(kind: str, chat, batches: list) -> list[torch.Tensor]:
         work = []
         for trajectory in batch:
             for position in (5, 20, 35):
-                work.append((trajectory.segments[0].token_ids, position, [1, 2]))
+                work.append(trajectory.segments[0].token_ids[:position] + chat.cue)
         if train.SHARDED:
             phi.answer_logprob(model, [[0]], [[0]], forward=train.forward)
             work = [work[:2], work[2:]][train.RANK]
-        figures += train.from_all(phi.potentials(model, work, chat.cue, 300, train.forward).tolist())
+        answers = [[1, 2]] * len(work)
+        figures += train.from_all(
+            phi.answer_logprob(model, work, answers, 300, forward=train.forward).tolist()
+        )
         for trajectory in batch:
             for segment in trajectory.segments:
                 segment.advantage = [rng.uniform(-1, 1) for _ in segment.token_ids]

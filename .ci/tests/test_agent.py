@@ -111,7 +111,7 @@ class Game:
 
 def random_limits(rng: random.Random, mode: str) -> dict:
     limits = {"mode": mode, "prompts": "offline"}
-    for name in ("max_turns", "max_sessions", "max_calls", "max_malformed", "max_subagent_turns"):
+    for name in ("max_turns", "max_sessions", "max_subagent_turns"):
         limits[name] = rng.randint(1, 9)
     limits["max_parallel_calls"] = rng.randint(1, 3)
     limits["max_response_tokens"] = rng.randint(50, 60)
@@ -322,7 +322,7 @@ def test_turns_calls_sessions_and_malformed_turns_keep_their_limits(games):
         assert len(trajectory.sessions) <= limits.max_sessions
         for fork in game.forks:
             assert len(trajectory.segments[fork.segment].turns) <= limits.max_subagent_turns
-        assert trajectory.stop != "malformed" or trajectory.malformed >= limits.max_malformed
+        assert trajectory.stop != "malformed" or trajectory.malformed >= harness.MOST_MALFORMED
 
 
 def test_ends_are_told_apart_and_all_occur(games):
@@ -393,7 +393,7 @@ def test_the_prompt_says_how_many_calls_a_turn_may_have(most):
 def test_an_unknown_tool_is_answered_and_not_malformed():
     tok = tokenizer()
     call = CALL % ("browse", "id", "b")
-    trajectory = attempt(lambda _: call + "<|end|>", tok, max_turns=3, max_malformed=1)
+    trajectory = attempt(lambda _: call + "<|end|>", tok, max_turns=3)
     assert trajectory.stop == "turns"
     assert trajectory.malformed == 0
     assert said_after(trajectory, tok, call).count("Error: unknown tool.") == 1
@@ -438,19 +438,11 @@ def test_the_report_of_a_subagent_is_the_tools_result():
     assert "<tool_response>\nIt was an oak.\n</tool_response>" in texts_of(trajectory, tok)[0]
 
 
-def test_without_calls_left_tools_are_not_run():
-    tok = tokenizer()
-    notes = Notes()
-    trajectory = attempt(lambda _: SEARCH % 1 + "<|end|>", tok, tools=notes, max_turns=4, max_calls=2)
-    assert len(notes.queries) == 2
-    assert texts_of(trajectory, tok)[0].count("Error: no calls left.") == 2
-
-
 def test_malformed_turns_are_told_counted_and_end_the_trajectory():
     tok = tokenizer()
-    trajectory = attempt(lambda _: "Let me see.<|end|>", tok, max_malformed=3)
-    assert (trajectory.stop, trajectory.malformed, trajectory.reward) == ("malformed", 3, 0)
-    assert texts_of(trajectory, tok)[0].count(MALFORMED) == 2
+    trajectory = attempt(lambda _: "Let me see.<|end|>", tok, max_turns=9)
+    assert (trajectory.stop, trajectory.malformed, trajectory.reward) == ("malformed", 4, 0)
+    assert texts_of(trajectory, tok)[0].count(MALFORMED) == 3
 
 
 def test_a_turn_without_its_end_is_truncated_and_never_read():

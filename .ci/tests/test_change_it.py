@@ -45,7 +45,7 @@ def rloo(group: mosaic.Group, config) -> list[torch.Tensor]:
 
 @pytest.fixture
 def with_rloo(monkeypatch):
-    monkeypatch.setitem(mosaic.ADVANTAGES, "rloo", mosaic.Advantage(rloo))
+    monkeypatch.setitem(mosaic.ADVANTAGES, "rloo", rloo)
 
 
 def test_a_credit_is_a_function_and_an_entry(with_rloo):
@@ -109,8 +109,11 @@ def test_a_reward_sees_the_fields_of_the_tasks_line(tmp_path, answer, expected):
 
 # ---- Both, in a run ----------------------------------------------------------------------------------------
 def test_a_step_of_training_with_both(with_rloo, with_f1, tmp_path, monkeypatch):
-    monkeypatch.setattr(train.phi, "potentials", None)  # this credit needs no Phi, so none is computed
+    monkeypatch.setattr(
+        train.phi, "answer_logprob", lambda _, contexts, *__, **___: torch.zeros(len(contexts))
+    )
     monkeypatch.setitem(harness.ENGINES, "hf", lambda *_: Scripted(offline_chat()))
+    monkeypatch.setattr(train.evaluation, "check_paths", lambda *_: None)  # it draws from no model
     run_train(*TINY, "--parity-tolerance=1e9", "--advantage=rloo", "--reward=f1", f"--out={tmp_path}/run")
     trajectories = lines_of(tmp_path / "run", "trajectories.jsonl")
     (metrics,) = lines_of(tmp_path / "run", "metrics.jsonl")
@@ -192,12 +195,12 @@ def test_a_subagent_has_the_tool_too(with_calculator):
 @pytest.mark.parametrize("said", [CALCULATE % "6 * 7", XML_CALL % ("calculator", "expression", "6 * 7")])
 def test_a_call_of_the_tool_is_read_in_both_spellings(with_calculator, said):
     _, calls = harness.parse_turn(said)
-    assert calls == [harness.Call("calculator", {"expression": "6 * 7"})]
+    assert calls == [("calculator", {"expression": "6 * 7"})]
 
 
 def test_a_call_without_the_tools_argument_is_malformed(with_calculator):
     (call,) = harness.parse_turn(CALCULATE.replace("expression", "query") % "6 * 7")[1]
-    assert call.problem == "malformed"
+    assert call == harness.MALFORMED
 
 
 def played(reply, tok):

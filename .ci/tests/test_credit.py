@@ -39,9 +39,9 @@ def give_credit(group, advantage: str, **options) -> None:
     for name, value in options.items():
         setattr(config, name, value)
     turn_probs = None
-    if mosaic.ADVANTAGES[advantage].phi_at == "sessions":
+    if advantage == "mosaic":
         evaluation.score_gains(MODEL, group, CHAT.cue)
-    if mosaic.ADVANTAGES[advantage].phi_at == "turns":
+    if advantage == "igpo":
         turn_probs = phi.turn_probabilities(MODEL, group, CHAT.cue)
     train.credit(group, turn_probs, config)
 
@@ -219,13 +219,13 @@ def test_phi_is_that_of_the_contexts_around_each_session(mode):
 def test_phi_that_is_not_finite_gives_no_gain(monkeypatch):
     group = group_of("both")
 
-    def broken(model, requests, *args, **options):
-        values = torch.zeros(len(requests))
+    def broken(model, contexts, *args, **options):
+        values = torch.zeros(len(contexts))
         values[0] = float("nan")
         values[3] = float("-inf")
         return values
 
-    monkeypatch.setattr(phi, "potentials", broken)
+    monkeypatch.setattr(phi, "answer_logprob", broken)
     evaluation.score_gains(MODEL, group, CHAT.cue)
     for trajectory in group:
         for session in trajectory.sessions:
@@ -272,13 +272,13 @@ def test_a_step_that_lost_more_than_half_of_its_trajectories_ends_the_run():
     for trajectory in rolled[:4]:
         trajectory.reward = None
         trajectory.stop = "infra"
-    run = SimpleNamespace(config=train.make_config(["--group-size=3"]))
+    run = SimpleNamespace(config=train.make_config(["--group-size=3", "--tasks-per-step=2"]))
     with pytest.raises(harness.UserError, match="lost"):
         train.groups_of(run, rolled, 0)
 
 
 def test_broadcast_pays_for_no_phi(tmp_path, monkeypatch):
-    monkeypatch.setattr(train.phi, "potentials", None)
+    monkeypatch.setattr(train.phi, "answer_logprob", None)
     flags = ["--steps=1", "--tasks-per-step=1", "--minibatches=1", "--eval-tasks=0"]
     run_train(*flags, "--advantage=broadcast", f"--out={tmp_path}/run")
 
@@ -295,7 +295,7 @@ def test_rho_that_could_turn_an_outcome_is_refused(rho):
 @pytest.mark.parametrize(("position", "answer"), [(9, [1]), (-1, [1]), (2, [])])
 def test_phi_beyond_a_segment_or_of_nothing_is_refused(position, answer):
     with pytest.raises(ValueError, match="Phi needs"):
-        phi.potentials(MODEL, [([1] * 8, position, answer)], [2])
+        phi.segment_potentials(MODEL, [1] * 8, [position], [2], answer)
 
 
 @pytest.mark.parametrize(
@@ -380,4 +380,5 @@ def test_a_group_whose_rewards_are_alike_and_sessions_as_many_has_no_credit():
     for trajectory in group:
         trajectory.reward = 0.0
     give_credit(group, "mosaic")
-    assert train.hint(group) != ""
+    for trajectory in group:
+        assert not any(any(segment.advantage) for segment in trajectory.segments)

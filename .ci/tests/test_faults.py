@@ -33,7 +33,7 @@ from child import (
     wait,
 )
 from common import Scripted
-from loopback import Reply, Server
+from loopback import Reply, Server, fresh_session
 from safetensors.torch import load_file
 
 import eval as evaluation
@@ -244,15 +244,15 @@ def test_gradients_that_are_never_finite_leave_the_weights_as_they_were(tmp_path
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_phi_that_is_not_finite_gives_no_gain(value, tmp_path):
     out = tmp_path / "run"
-    real = phi.potentials
+    real = phi.answer_logprob
     calls = count()
 
-    def broken(*args):
-        phi_n = real(*args)
+    def broken(*args, **options):
+        phi_n = real(*args, **options)
         return torch.full_like(phi_n, value) if next(calls) == 1 else phi_n
 
     def patch():
-        phi.potentials = broken
+        phi.answer_logprob = broken
 
     assert run(FLAGS, out, patch)[0] == 0
     has_gain = [False] * 4
@@ -381,7 +381,7 @@ class World:
             return Reply(200, json.dumps({"result": [rows]}))
         if self.refusal:
             return Reply(404, self.refusal)
-        texts = json.loads(body["messages"][0]["content"].removeprefix(harness.JUDGE))
+        texts = json.loads(body["messages"][0]["content"].removeprefix(harness.PROMPTS["judge"]["grade"]))
         verdict = "yes" if texts["answer"] == texts["reference"] else "no"
         words = f"They agree or not.\ncorrect: {verdict}"
         return Reply(200, json.dumps({"choices": [{"message": {"content": words}}]}))
@@ -408,7 +408,7 @@ def own_run(world, folder, patch=None, flags=""):
         chat = shipped_policy()[1]
         evaluation.check_paths = lambda *_: None  # a scripted engine draws from no model
         harness.ENGINES["hf"] = lambda *_: Scripted(chat)
-        harness.SESSION = harness.new_session()
+        harness.SESSION = fresh_session()
         time.sleep = lambda seconds: None
         os.environ.update(API_BASE=world.server.url, API_KEY=KEY, no_proxy="127.0.0.1")
         if patch:
@@ -531,7 +531,7 @@ def test_a_phi_that_fails_costs_an_evaluation_no_answers(tmp_path, monkeypatch):
 def test_an_evaluation_without_any_verdict_says_so(world, tmp_path, monkeypatch, capsys):
     world.down = "judge"
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    monkeypatch.setattr(harness, "SESSION", harness.new_session())
+    monkeypatch.setattr(harness, "SESSION", fresh_session())
     chat = shipped_policy()[1]
     monkeypatch.setitem(harness.ENGINES, "hf", lambda *_: Scripted(chat))
     monkeypatch.setattr(evaluation, "check_paths", lambda *_: None)

@@ -46,9 +46,6 @@ TASKS = {  # a file of tasks, and what the sentence says of it
     "no_text.jsonl": (f'{GOOD}\n{{"question": "Who?", "answer": ""}}'.encode(), "no_text.jsonl:2: expected"),
     "space.jsonl": (b'{"question": "Who?", "answer": " \\n "}', "space.jsonl:1: expected"),
     "twice.jsonl": (b'{"id": 1, "question": "a", "answer": "b"}\n' * 2, "twice.jsonl:2: expected"),
-    "empty.csv": (b"problem,answer,canary\n", "expected at least one line"),
-    "canary.csv": (b"problem,answer,canary\nAAAA,AAAA,wrong\n", "canary.csv:2: expected"),
-    "columns.csv": (b"question,answer\nAAAA,AAAA\n", "columns.csv:2: expected"),
 }
 
 
@@ -346,7 +343,6 @@ OTHERS = {  # another value of each of these flags
     "minibatches": "1",
     "eval_tasks": "7",
     "max_turns": "41",
-    "max_malformed": "5",
     "parity_tolerance": "0.5",
 }
 

@@ -68,8 +68,7 @@ def true_values(model) -> list[float]:
 
 def test_phi_at_places_of_a_segment_is_the_models_own(loaded):
     model, _ = loaded
-    requests = [(IDS, place, ANSWER) for place in PLACES]
-    found = phi.potentials(model, requests, CUE).tolist()
+    found = phi.segment_potentials(model, IDS, PLACES, CUE, ANSWER).tolist()
     assert found == pytest.approx(true_values(model), abs=1e-3)
 
 
@@ -102,7 +101,7 @@ def test_gradients_of_the_loss_are_the_models_own(loaded):
 
 
 def draw_with(model, config, prompts, n=24):
-    engine = harness.HFEngine(model, config, 1.0)
+    engine = harness.HFEngine(model, config)
     engine.reseed(0)
 
     async def all_at_once():
@@ -123,7 +122,7 @@ def check(model, chat) -> None:
     """The check that both programs make at load; UserError: not passed."""
     limits = {"max_context": 4000, "max_turn_tokens": 100, "max_response_tokens": 300}
     config = harness.Setup(mode="single", **limits)
-    engine = harness.HFEngine(model, config, 1.0)
+    engine = harness.HFEngine(model, config)
     evaluation.check_paths(model, chat, engine, config, offline_tasks(1, 0)[0])
 
 
@@ -221,7 +220,8 @@ def test_each_stop_token_ends_a_turn_and_is_its_last_one(two_stops, end, monkeyp
     speak(model, tok, said + "\n" + "And so on, in a new text. " * 50)
     sizes = {"max_context": 1500, "max_turn_tokens": 200, "max_response_tokens": 300}
     limits = harness.Limits(mode="single", **sizes)
-    engine = harness.HFEngine(model, harness.Setup(max_context=1500), 0.0)
+    engine = harness.HFEngine(model, harness.Setup(max_context=1500))
+    engine.temperature = 0.0
     task = harness.Task("What did Mira plant?", "an oak", {"b": "Mira planted an oak."}, "t")
     trajectory = asyncio.run(harness.rollout(task, engine, chat, limits=limits))
     assert (trajectory.stop, trajectory.reward) == ("answer", 1)

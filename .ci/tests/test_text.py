@@ -29,7 +29,6 @@ from common import (
 )
 
 import harness
-from harness import Call
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
 OPENS_A_THOUGHT = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
@@ -301,18 +300,14 @@ def test_a_tokenizer_without_a_template_is_refused():
         harness.Chat(tokenizer(None))
 
 
-class Clock(datetime.datetime):
-    """A clock that stands on a day in 2031."""
-
-    @classmethod
-    def now(cls, tz=None):
-        return cls(2031, 5, 6)
+def a_day_in_2031(form: str, *_) -> str:
+    return datetime.datetime(2031, 5, 6).strftime(form)
 
 
 @pytest.mark.parametrize("form", ["strftime_now('%d %b %Y')", 'strftime_now( "%d %b %Y" )'])
 def test_a_date_in_the_template_is_pinned(form, monkeypatch):
     tok = tokenizer("Today: {{ " + form + " }}\n" + PLAIN)
-    monkeypatch.setattr(harness, "datetime", Clock)
+    monkeypatch.setattr("time.strftime", a_day_in_2031)
     limits = harness.Limits(mode="single")
     begun = harness.Chat(tok).main_prompt(limits, "Who?")
     monkeypatch.undo()
@@ -323,7 +318,7 @@ def test_a_date_in_the_template_is_pinned(form, monkeypatch):
 
 def test_a_pinned_date_is_saved(tmp_path, monkeypatch):
     tok = tokenizer("Today: {{ strftime_now('%Y') }}\n" + PLAIN)
-    monkeypatch.setattr(harness, "datetime", Clock)
+    monkeypatch.setattr("time.strftime", a_day_in_2031)
     harness.Chat(tok).tokenizer.save_pretrained(tmp_path)
     monkeypatch.undo()
     chat = harness.Chat(transformers.AutoTokenizer.from_pretrained(tmp_path))
@@ -370,55 +365,55 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", GOOD)
 def test_both_spellings_of_a_call(name):
-    assert harness.parse_call(GOOD[name]) == Call("search", {"query": "Ada <b> 1"})
+    assert harness.parse_call(GOOD[name]) == ("search", {"query": "Ada <b> 1"})
 
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_what_is_no_call(name):
-    assert harness.parse_call(MALFORMED[name]).problem == "malformed"
+    assert harness.parse_call(MALFORMED[name]) == harness.MALFORMED
 
 
 @pytest.mark.parametrize("text", ['{"name": "rm", "arguments": {"x": "y"}}', XML.replace("search", "rm")])
 def test_a_call_of_an_unknown_tool(text):
-    assert harness.parse_call(text).problem == "unknown"
+    assert harness.parse_call(text) == ("unknown", {})
 
 
 def test_a_raw_newline_in_json_is_read():
     text = '{"name": "delegate", "arguments": {"task": "Find\nthe oak."}}'
-    assert harness.parse_call(text) == Call("delegate", {"task": "Find\nthe oak."})
+    assert harness.parse_call(text) == ("delegate", {"task": "Find\nthe oak."})
 
 
 def test_a_fence_within_the_value_stays():
     task = "Run:\n```\nls\n```"
     text = json.dumps({"name": "delegate", "arguments": {"task": task}})
-    assert harness.parse_call(f"```json\n{text}\n```") == Call("delegate", {"task": task})
+    assert harness.parse_call(f"```json\n{text}\n```") == ("delegate", {"task": task})
 
 
 def test_a_number_is_taken_as_text():
-    assert harness.parse_call('{"name": "visit", "arguments": {"id": 7}}') == Call("visit", {"id": "7"})
+    assert harness.parse_call('{"name": "visit", "arguments": {"id": 7}}') == ("visit", {"id": "7"})
 
 
 def test_a_lone_surrogate_in_a_call_is_no_crash():
     parsed = harness.parse_call('{"name": "visit", "arguments": {"id": "a\\ud800"}}')
-    assert parsed == Call("visit", {"id": "a?"})
+    assert parsed == ("visit", {"id": "a?"})
 
 
 def test_calls_keep_their_order_in_both_spellings():
     turn = CALL % ("visit", "id", "a") + " and " + XML_CALL % ("search", "query", "b")
-    expected = [Call("visit", {"id": "a"}), Call("search", {"query": "b"})]
+    expected = [("visit", {"id": "a"}), ("search", {"query": "b"})]
     assert harness.parse_turn(turn) == ("", expected)
 
 
 def test_a_call_that_is_not_closed_is_malformed():
     answer, calls = harness.parse_turn(CALL % ("visit", "id", "a") + "<tool_call>{}")
     assert answer == ""
-    assert [call.problem for call in calls] == ["", "malformed"]
+    assert [call == harness.MALFORMED for call in calls] == [False, True]
 
 
 def test_a_turn_without_call_and_answer_is_malformed():
     answer, calls = harness.parse_turn("Let me see.")
     assert answer == ""
-    assert [call.problem for call in calls] == ["malformed"]
+    assert calls == [harness.MALFORMED]
 
 
 def test_the_last_answer_counts():
@@ -443,7 +438,7 @@ def test_a_thought_that_is_not_closed_goes_to_the_end(text):
 
 def test_a_call_in_a_thought_is_none():
     turn = f"<think>{CALL % ('visit', 'id', 'a')}</think>{CALL % ('visit', 'id', 'b')}"
-    assert harness.parse_turn(turn) == ("", [Call("visit", {"id": "b"})])
+    assert harness.parse_turn(turn) == ("", [("visit", {"id": "b"})])
 
 
 def test_where_the_template_opened_the_thought_all_before_its_end_is_thought():
@@ -625,5 +620,5 @@ def test_a_verdict_is_read_whatever_follows_it(text, reward):
 
 @pytest.mark.parametrize("text", NO_VERDICTS)
 def test_a_reply_without_a_clear_verdict_has_none(text):
-    with pytest.raises(ValueError, match="verdict"):
+    with pytest.raises(ValueError):
         harness.read_verdict(reply_of(text))
