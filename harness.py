@@ -164,7 +164,9 @@ class Limits:  # mode and budgets of a trajectory, as flags of train.py and eval
         need = len(chat.main_prompt(self, task.question, summary)) + reserve
         require(self, "max_context", need <= self.max_context, f"{need} or more for task {task.id!r}")
         need = self.max_parallel_calls * (len(chat.response([])) + 8)
-        require(self, "max_response_tokens", need <= self.max_response_tokens, f"{need} or more")
+        require(
+            self, "max_response_tokens", need <= self.max_response_tokens, f"{need} or more for its calls"
+        )
         return self.max_context - reserve
 
 
@@ -637,6 +639,8 @@ def load_policy(source, max_context=0, dtype=torch.float32):
     logging.disable_progress_bar()
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # on a busy machine, two are several times slower than one
+    adapter = Path(source, "adapter_config.json").exists()
+    expect(not adapter, f"--model {source}: this is an adapter; merge it into its model first")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
@@ -653,13 +657,11 @@ def load_policy(source, max_context=0, dtype=torch.float32):
         model, info = AutoModelForCausalLM.from_pretrained(source, **options)
         expect(not info["missing_keys"], f"--model {source}: expected weights of {info['missing_keys']} too")
         free = all(weight.requires_grad for weight in model.parameters())
-        expect(free, f"--model {source}: some of its weights are frozen; an adapter has to be merged first")
+        expect(free, f"--model {source}: some of its weights are frozen")
     except UserError:
         raise
     except Exception as error:  # libraries have many words for weights that are torn or do not fit
-        raise UserError(
-            f"--model {source}: expected a model, no adapter, with its tokenizer ({error!r:.200})"
-        ) from None
+        raise UserError(f"--model {source}: expected a model with its tokenizer ({error!r:.200})") from None
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     # It stays in eval mode, without dropout: log-probs of different forwards are compared.
     return model.eval(), Chat(tokenizer, model.generation_config.eos_token_id)
