@@ -59,8 +59,7 @@ def broadcast_advantage(rewards, kinds):
     >>> broadcast_advantage([1, 0], [["normal", "compact", "normal"], ["normal"]])
     [tensor([0.7071, 0.7071, 0.7071]), tensor([-0.7071])]
     """
-    advantages_G = grpo_advantage(rewards)
-    return [advantage.repeat(len(kinds_N)) for advantage, kinds_N in zip(advantages_G, kinds, strict=True)]
+    return [a.repeat(len(kinds_N)) for a, kinds_N in zip(grpo_advantage(rewards), kinds, strict=True)]
 
 
 # ---- M3 to M5: the session-count signal, at trajectory level -----------------------------------------------
@@ -128,10 +127,8 @@ def normalise_by_kind(gains, kinds):
     gains = [as_row(gain_N, "gains of a trajectory") for gain_N in gains]
     lengths = [len(gain_N) for gain_N in gains]
     check(lengths == [len(kinds_N) for kinds_N in kinds], "gains and kinds must have one entry per session")
-    names = []
-    for kinds_N in kinds:
-        # critical: without the final session, whose 0 was set and not measured: it would pull the mean.
-        names += [*kinds_N[:-1], "final"]
+    # critical: without the final session, whose 0 was set and not measured: it would pull the mean.
+    names = [name for kinds_N in kinds for name in [*kinds_N[:-1], "final"]]
     scores_n = torch.zeros(len(names))
     for kind in set(names) - {"final"}:
         same_n = torch.tensor([name == kind for name in names])
@@ -220,9 +217,7 @@ def igpo_advantage(rewards, turn_probs, gamma=1.0):
 
 
 # ---- The credits that --advantage can name -----------------------------------------------------------------
-class Group(NamedTuple):
-    """One group as a credit sees it. What was not computed is None."""
-
+class Group(NamedTuple):  # one group as a credit sees it; what was not computed is None
     rewards: list  # [G]
     kinds: list  # G lists [N_i]
     gains: list | None  # M7, ragged [N_i]

@@ -19,8 +19,7 @@ def forward_logprobs(model, ids_BT, wanted_BT, chunk=512, temperature=1.0):
     """log pi(token t+1 | tokens ..t) and the entropy there, in nats, at the M places where wanted_BT is True.
     ids_BT [B, T], wanted_BT [B, T-1] -> two float32 [M]."""
     # No attention mask: the padding is on the right, where no earlier token of a causal model sees it.
-    output = model.base_model(ids_BT[:, :-1], use_cache=False)
-    hidden_MD = output.last_hidden_state[wanted_BT]
+    hidden_MD = model.base_model(ids_BT[:, :-1], use_cache=False).last_hidden_state[wanted_BT]
     targets_M = ids_BT[:, 1:][wanted_BT]
 
     def read_chunk(hidden_CD, targets_C):
@@ -30,13 +29,9 @@ def forward_logprobs(model, ids_BT, wanted_BT, chunk=512, temperature=1.0):
         fixed_CV = logprobs_CV.detach()
         return logprobs_CV.gather(-1, targets_C[:, None])[:, 0], -(fixed_CV.exp() * fixed_CV).sum(-1)
 
-    logprobs = []
-    entropies = []
-    for hidden_CD, targets_C in zip(hidden_MD.split(chunk), targets_M.split(chunk)):
-        # Checkpointed: only one chunk's logits exist at any time, the backward pass computes them anew.
-        logprobs_C, entropy_C = checkpoint(read_chunk, hidden_CD, targets_C, use_reentrant=False)
-        logprobs.append(logprobs_C)
-        entropies.append(entropy_C)
+    # Checkpointed: only one chunk's logits exist at any time, the backward pass computes them anew.
+    chunks = zip(hidden_MD.split(chunk), targets_M.split(chunk))
+    logprobs, entropies = zip(*[checkpoint(read_chunk, *pair, use_reentrant=False) for pair in chunks])
     return torch.cat(logprobs), torch.cat(entropies)
 
 
@@ -57,8 +52,8 @@ def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entro
                    forward=forward_logprobs, **options):  # fmt: skip
     """log pi(token t+1 | tokens ..t) in nats, with gradient: float32 [T-1] a sequence of ids [T], or only its
     entries where `wanted` (masks [T-1]) is True. with_entropy: (log-probs, entropies [n] in any order).
-    forward: train.py has its own where the model is sharded.
-    options: temperature=1.0 divides the logits; chunk=512 is how many tokens' logits are held at once."""
+    forward: train.py has its own. options: temperature=1.0; chunk=512, tokens whose logits are held at once.
+    ValueError: a sequence of one token, or a mask of another length."""
     if wanted is None:
         wanted = [[True] * (len(ids) - 1) for ids in sequences]
     for ids, mask in zip(sequences, wanted, strict=True):
@@ -82,8 +77,7 @@ def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entro
 def answer_logprob(model, contexts, answers, token_budget=16384, **options):
     """Phi, the mean log-likelihood in nats per token of answers[k] after contexts[k] (lists of token ids; the
     cue ends the context): [n] float32 on the CPU. Equal pairs (a group's task prompt) are computed once."""
-    lengths = [len(ids) for ids in [*contexts, *answers]]
-    if len(contexts) != len(answers) or 0 in lengths:
+    if len(contexts) != len(answers) or not all(map(len, [*contexts, *answers])):
         raise ValueError("Phi needs as many answers as contexts, and neither may be empty")
     pairs = [(tuple(context), tuple(answer)) for context, answer in zip(contexts, answers)]
     distinct = list(dict.fromkeys(pairs))
@@ -113,14 +107,10 @@ def phi_at(model, places, cue, **options):
 
 def score_sessions(model, trajectories, cue, **options):
     """Write phi_before and phi_after into every session but the final one of each trajectory."""
-    sessions = []
-    places = []
-    for trajectory in trajectories:
-        for session in trajectory.sessions[:-1]:
-            sessions.append(session)
-            places += [(trajectory, *session.before), (trajectory, *session.after)]
+    pairs = [(t, session) for t in trajectories for session in t.sessions[:-1]]
+    places = [(t, *edge) for t, session in pairs for edge in (session.before, session.after)]
     phi_2n = phi_at(model, places, cue, **options).tolist()
-    for session, before, after in zip(sessions, phi_2n[::2], phi_2n[1::2]):
+    for (_, session), before, after in zip(pairs, phi_2n[::2], phi_2n[1::2]):
         session.phi_before = before
         session.phi_after = after
 
@@ -128,9 +118,6 @@ def score_sessions(model, trajectories, cue, **options):
 def turn_probabilities(model, trajectories, cue, **options):
     """For IGPO: exp(Phi) where each turn of the main agent begins, and the last of them again, since the last
     turn earns the outcome and what follows it is never used -> rows [turns + 1]."""
-    turns = [trajectory.main_turns() for trajectory in trajectories]
-    places = []
-    for trajectory, spans in zip(trajectories, turns):
-        places += [(trajectory, segment, start) for segment, start, _ in spans]
-    rows = phi_at(model, places, cue, **options).exp().split([len(spans) for spans in turns])
+    places = [(t, segment, start) for t in trajectories for segment, start, _ in t.main_turns()]
+    rows = phi_at(model, places, cue, **options).exp().split([len(t.main_turns()) for t in trajectories])
     return [torch.cat([row, row[-1:]]) for row in rows]
