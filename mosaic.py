@@ -80,8 +80,7 @@ def centred_rank(counts):
 def session_aware_advantage(rewards, counts, rho=0.2, beta0=0.1, beta1=0.2):
     """M4: A_i^sat = (1 - rho u_i) A_i, u_i the rank of the session count among equal outcomes.
     M5, where all end alike (above .5 or not): all succeed, A_i^sat = -beta1 u_i; all fail, A_i^sat = beta0
-    min(u_i, 0), so that giving up early is penalised and wandering is never rewarded.
-    rewards [G], counts [G] -> [G]. ValueError: rho outside 0 <= rho < 1.
+    min(u_i, 0): wandering is never rewarded. rewards [G], counts [G] -> [G]. ValueError: rho outside [0, 1).
     >>> session_aware_advantage([1, 1, 0, 0], [1, 3, 1, 3])
     tensor([ 1.0392,  0.6928, -1.0392, -0.6928])
     """
@@ -118,8 +117,7 @@ def information_gain(before, after):
 
 def normalise_by_kind(gains, kinds):
     """M8: r^_ij = (r_ij - mean) / (std + 1e-6), over the non-final sessions of that kind in the group.
-    A kind seen once, or without spread, gets 0. Final sessions are in no statistic and get 0.
-    gains ragged [N_i], kinds G lists [N_i] -> ragged [N_i].
+    Final ones, and kinds seen once or without spread, get 0. gains ragged [N_i], kinds G lists -> ragged.
     >>> kinds = [["normal", "compact", "normal"], ["normal", "compact", "normal"]]
     >>> normalise_by_kind([[2.0, -0.5, 0.0], [1.0, -0.1, 0.0]], kinds)
     [tensor([ 0.7071, -0.7071,  0.0000]), tensor([-0.7071,  0.7071,  0.0000])]
@@ -169,8 +167,7 @@ def mosaic_advantage(rewards, kinds, gains, rho=0.2, beta0=0.1, beta1=0.2, lam=0
     # critical: the failure gate comes after the z-score. Clipped first, zeros could end up above 0.
     if not any(reward > SUCCESS for reward in rewards):
         normalised = [normalised_N.clamp(max=0) for normalised_N in normalised]
-    pairs = zip(advantages, normalised, strict=True)
-    return [direction_gate(base_N, base_N + lam * r_N) for base_N, r_N in pairs]
+    return [direction_gate(a_N, a_N + lam * r_N) for a_N, r_N in zip(advantages, normalised, strict=True)]
 
 
 # ---- M12: the objective ------------------------------------------------------------------------------------

@@ -99,8 +99,7 @@ def segment_potentials(model, segment_ids, positions, cue, answer, **options):
 
 
 # ---- Phi of trajectories (M7), of which only the fields are known here -------------------------------------
-def phi_at(model, places, cue, **options):
-    """Phi at places (trajectory, segment, position): [n] float32 on the CPU."""
+def phi_at(model, places, cue, **options):  # of n places (trajectory, segment, position) -> [n] on the CPU
     contexts = [t.segments[segment].token_ids[:position] + cue for t, segment, position in places]
     return answer_logprob(model, contexts, [t.reference_ids for t, _, _ in places], **options)
 

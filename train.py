@@ -230,8 +230,7 @@ WHOLE = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def split_tasks(config):
     """(tasks to train on, tasks held out). The held-out ones are the same whatever the seed."""
-    path = config.tasks or harness.WORLD / "train.jsonl"
-    tasks = harness.load_tasks(path)
+    tasks = harness.load_tasks(config.tasks if config.tasks else harness.WORLD / "train.jsonl")
     n = config.eval_tasks
     if config.tasks:
         require(config, "eval_tasks", n < len(tasks), f"fewer than the {len(tasks)} of --tasks")
