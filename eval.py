@@ -7,10 +7,11 @@ python eval.py --compare runs/compaction-mosaic-* runs/compaction-broadcast-*
 import asyncio
 import json
 import math
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 
@@ -34,7 +35,6 @@ def describe(trajectory, chat):
 
 
 def average(values):
-    values = list(values)
     return fmean(values) if values else None
 
 
@@ -45,13 +45,12 @@ def summarise(rows):
     scored = [session for row in rows for session in row["sessions"][:-1] if session["gain"] is not None]
     figures = {"n": len(rows), "accuracy": len(wins) / len(rows)}
     for key in ("reward", "tokens", "malformed"):
-        figures[key] = average(row[key] for row in rows)
+        figures[key] = average([row[key] for row in rows])
     for name, part in (("sessions", rows), ("sessions_success", wins), ("sessions_failure", losses)):
-        figures[name] = average(len(row["sessions"]) for row in part)
-    for kind in ("", *mosaic.KINDS):
-        gains = [session["gain"] for session in scored if kind in ("", session["kind"])]
-        suffix = f"_{kind}" if kind else ""
-        figures[f"positive_ig{suffix}"] = average(gain > 0 for gain in gains)
+        figures[name] = average([len(row["sessions"]) for row in part])
+    for suffix in ("", "_normal", "_compact", "_subagent"):
+        gains = [session["gain"] for session in scored if suffix in ("", f"_{session['kind']}")]
+        figures[f"positive_ig{suffix}"] = average([gain > 0 for gain in gains])
         figures[f"ig_per_session{suffix}"] = average(gains)
     figures["tokens_per_session"] = figures["tokens"] / figures["sessions"]
     return figures | {"stops": dict(Counter(row["stop"] for row in rows))}
@@ -127,68 +126,21 @@ def show(path, line):
     print(where)
     for key in ("question", "reference", "answer", "reward", "stop"):
         print(f"{key + ':':<11}{row[key]}")
-    # A fork is told before its main session, which ends later; it says where its result went.
+    final = row["sessions"][-1]
     for j, session in enumerate(row["sessions"], 1):
+        # A fork is told before its main session, which ends later; it says where its result went.
         merged = f", merged at token {session['before'][1]}" if session["kind"] == "subagent" else ""
-        print(f"\n--- session {j}, {session['kind']}{merged}: {credit_of(session, row['sessions'][-1])}")
+        words = [] if session["advantage"] is None else ["advantage {advantage:+.3f}"]
+        if session is final:
+            words.append("final, so no gain")
+        elif session["phi_before"] is not None:
+            words.append("Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats")
+        if session is not final and session["normalised"]:
+            dropped = ", which is not in its advantage" if session["advantage"] == final["advantage"] else ""
+            words.append("{normalised:+.2f} in its kind" + dropped)
+        credit = ", ".join(words).format(**session)
+        print(f"\n--- session {j}, {session['kind']}{merged}: {credit}")
         print("      | " + session["text"].strip().replace("\n", "\n      | "))
-
-
-def credit_of(session, final):
-    """What a session earned and why, in words."""
-    words = [] if session["advantage"] is None else ["advantage {advantage:+.3f}"]
-    if session is final:
-        words.append("final, so no gain")
-    elif session["phi_before"] is not None:
-        words.append("Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats")
-    if session is not final and session["normalised"]:
-        dropped = ", which is not in its advantage" if session["advantage"] == final["advantage"] else ""
-        words.append("{normalised:+.2f} in its kind" + dropped)
-    return ", ".join(words).format(**session)
-
-
-# ---- Comparing arms ----------------------------------------------------------------------------------------
-T95 = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131".split()
-COMPARED = "accuracy accuracy_greedy sessions sessions_success sessions_failure positive_ig".split()
-COMPARED += ["ig_per_session", "tokens"]
-
-
-def t_interval(values):
-    """The mean with its 95 % t-interval over seeds, with Student's t at 0.975 for n - 1 degrees of freedom.
-    >>> t_interval([1.0, 2.0, 3.0])
-    '2.000 ± 2.484'
-    """
-    if len(values) < 2:
-        return f"{values[0]:.3f}" if values else ""
-    quantile = float(T95[min(len(values) - 1, len(T95)) - 1])
-    return f"{fmean(values):.3f} ± {quantile * stdev(values) / math.sqrt(len(values)):.3f}"
-
-
-def compare(paths):
-    """A row for each arm (folders of runs but for the seed at the end), and for its difference to the first,
-    paired by seed. UserError: a run is not finished, or was evaluated in another way than the first."""
-    arms, ways = {}, {}
-    for path in paths:
-        file = Path(path, "eval.json")
-        row = json.loads(file.read_text()).get("after") if file.exists() else None
-        expect(row, f"--compare {path}: expected a finished run with an eval.json")
-        arm, _, seed = path.rstrip("/").rpartition("-")
-        arms.setdefault(arm, {})[seed] = row
-        ways.setdefault(json.dumps([row[key] for key in ("limits", "steps", "n")]), path)
-    expect(len(ways) == 1, f"--compare: {' and '.join(ways.values())} differ in limits, steps or questions")
-    first = next(iter(arms))
-    print("| arm (seeds) | " + " | ".join(COMPARED) + " |\n|" + "---|" * (len(COMPARED) + 1))
-    for arm, runs in arms.items():
-        means, differences = [], []
-        for key in COMPARED:
-            values = {seed: row[key] for seed, row in runs.items() if row.get(key) is not None}
-            base = {seed: row[key] for seed, row in arms[first].items() if row.get(key) is not None}
-            means.append(t_interval([*values.values()]))
-            differences.append(t_interval([values[seed] - base[seed] for seed in values if seed in base]))
-        print(f"| {arm} ({len(runs)}) | " + " | ".join(means) + " |")
-        if arm != first:
-            n = len(runs.keys() & arms[first].keys())
-            print(f"| its difference to {first} ({n}) | " + " | ".join(differences) + " |")
 
 
 # ---- The program -------------------------------------------------------------------------------------------
@@ -217,12 +169,21 @@ def make_config(given):
     return Config(**{**values, **given})
 
 
-def run_evaluation(config):
+def run(argv):
+    given = harness.parse_flags(Config, argv, __doc__)
+    if "show" in given:
+        return show(given["show"], given.get("line", 0))
+    if "compare" in given:
+        sys.path.insert(0, str(Path(__file__).parent / ".study"))
+        from compare import compare
+
+        return compare(given["compare"])
+    config = make_config(given)
     world = harness.open_world(config)
     offline = harness.WORLD / "held-out.jsonl"
     tasks = harness.load_tasks(config.tasks) if config.tasks else harness.load_tasks(offline)[: config.n]
     decoding = "greedy" if config.greedy else "sampled"
-    out = Path(config.out or f"eval-{decoding}.jsonl")
+    out = Path(config.out) if config.out else Path(f"eval-{decoding}.jsonl")
     out.parent.mkdir(parents=True, exist_ok=True)
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     model, chat = harness.load_policy(harness.policy_of(config), config.max_context, dtype)
@@ -241,16 +202,7 @@ def run_evaluation(config):
 
 
 def main(argv=None):
-    def work():
-        given = harness.parse_flags(Config, argv, __doc__)
-        if "show" in given:
-            show(given["show"], given.get("line", 0))
-        elif "compare" in given:
-            compare(given["compare"])
-        else:
-            run_evaluation(make_config(given))
-
-    harness.run_program("eval.py", work)
+    harness.run_program("eval.py", lambda: run(argv))
 
 
 if __name__ == "__main__":

@@ -59,8 +59,7 @@ def broadcast_advantage(rewards, kinds):
     >>> broadcast_advantage([1, 0], [["normal", "compact", "normal"], ["normal"]])
     [tensor([0.7071, 0.7071, 0.7071]), tensor([-0.7071])]
     """
-    advantages_G = grpo_advantage(rewards)
-    return [advantage.repeat(len(kinds_N)) for advantage, kinds_N in zip(advantages_G, kinds, strict=True)]
+    return [a.repeat(len(kinds_N)) for a, kinds_N in zip(grpo_advantage(rewards), kinds, strict=True)]
 
 
 # ---- M3 to M5: the session-count signal, at trajectory level -----------------------------------------------
@@ -81,8 +80,7 @@ def centred_rank(counts):
 def session_aware_advantage(rewards, counts, rho=0.2, beta0=0.1, beta1=0.2):
     """M4: A_i^sat = (1 - rho u_i) A_i, u_i the rank of the session count among equal outcomes.
     M5, where all end alike (above .5 or not): all succeed, A_i^sat = -beta1 u_i; all fail, A_i^sat = beta0
-    min(u_i, 0), so that giving up early is penalised and wandering is never rewarded.
-    rewards [G], counts [G] -> [G]. ValueError: rho outside 0 <= rho < 1.
+    min(u_i, 0): wandering is never rewarded. rewards [G], counts [G] -> [G]. ValueError: rho outside [0, 1).
     >>> session_aware_advantage([1, 1, 0, 0], [1, 3, 1, 3])
     tensor([ 1.0392,  0.6928, -1.0392, -0.6928])
     """
@@ -119,8 +117,7 @@ def information_gain(before, after):
 
 def normalise_by_kind(gains, kinds):
     """M8: r^_ij = (r_ij - mean) / (std + 1e-6), over the non-final sessions of that kind in the group.
-    A kind seen once, or without spread, gets 0. Final sessions are in no statistic and get 0.
-    gains ragged [N_i], kinds G lists [N_i] -> ragged [N_i].
+    Final ones, and kinds seen once or without spread, get 0. gains ragged [N_i], kinds G lists -> ragged.
     >>> kinds = [["normal", "compact", "normal"], ["normal", "compact", "normal"]]
     >>> normalise_by_kind([[2.0, -0.5, 0.0], [1.0, -0.1, 0.0]], kinds)
     [tensor([ 0.7071, -0.7071,  0.0000]), tensor([-0.7071,  0.7071,  0.0000])]
@@ -128,10 +125,8 @@ def normalise_by_kind(gains, kinds):
     gains = [as_row(gain_N, "gains of a trajectory") for gain_N in gains]
     lengths = [len(gain_N) for gain_N in gains]
     check(lengths == [len(kinds_N) for kinds_N in kinds], "gains and kinds must have one entry per session")
-    names = []
-    for kinds_N in kinds:
-        # critical: without the final session, whose 0 was set and not measured: it would pull the mean.
-        names += [*kinds_N[:-1], "final"]
+    # critical: without the final session, whose 0 was set and not measured: it would pull the mean.
+    names = [name for kinds_N in kinds for name in [*kinds_N[:-1], "final"]]
     scores_n = torch.zeros(len(names))
     for kind in set(names) - {"final"}:
         same_n = torch.tensor([name == kind for name in names])
@@ -172,8 +167,7 @@ def mosaic_advantage(rewards, kinds, gains, rho=0.2, beta0=0.1, beta1=0.2, lam=0
     # critical: the failure gate comes after the z-score. Clipped first, zeros could end up above 0.
     if not any(reward > SUCCESS for reward in rewards):
         normalised = [normalised_N.clamp(max=0) for normalised_N in normalised]
-    pairs = zip(advantages, normalised, strict=True)
-    return [direction_gate(base_N, base_N + lam * r_N) for base_N, r_N in pairs]
+    return [direction_gate(a_N, a_N + lam * r_N) for a_N, r_N in zip(advantages, normalised, strict=True)]
 
 
 # ---- M12: the objective ------------------------------------------------------------------------------------
@@ -220,9 +214,7 @@ def igpo_advantage(rewards, turn_probs, gamma=1.0):
 
 
 # ---- The credits that --advantage can name -----------------------------------------------------------------
-class Group(NamedTuple):
-    """One group as a credit sees it. What was not computed is None."""
-
+class Group(NamedTuple):  # one group as a credit sees it; what was not computed is None
     rewards: list  # [G]
     kinds: list  # G lists [N_i]
     gains: list | None  # M7, ragged [N_i]

@@ -39,13 +39,9 @@ def forward_logprobs(model, ids_BT, wanted_BT, chunk=512, temperature=1.0):
         fixed_CV = logprobs_CV.detach()
         return logprobs_CV.gather(-1, targets_C[:, None])[:, 0], -(fixed_CV.exp() * fixed_CV).sum(-1)
 
-    logprobs = []
-    entropies = []
-    for hidden_CD, targets_C in zip(hidden_MD.split(chunk), targets_M.split(chunk)):
-        # Checkpointed: only one chunk's logits exist at any time, the backward pass computes them anew.
-        logprobs_C, entropy_C = checkpoint(read_chunk, hidden_CD, targets_C, use_reentrant=False)
-        logprobs.append(logprobs_C)
-        entropies.append(entropy_C)
+    # Checkpointed: only one chunk's logits exist at any time, the backward pass computes them anew.
+    chunks = zip(hidden_MD.split(chunk), targets_M.split(chunk))
+    logprobs, entropies = zip(*[checkpoint(read_chunk, *pair, use_reentrant=False) for pair in chunks])
     return torch.cat(logprobs), torch.cat(entropies)
 
 
@@ -66,8 +62,8 @@ def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entro
                    forward=forward_logprobs, **options):  # fmt: skip
     """log pi(token t+1 | tokens ..t) in nats, with gradient: float32 [T-1] a sequence of ids [T], or only its
     entries where `wanted` (masks [T-1]) is True. with_entropy: (log-probs, entropies [n] in any order).
-    forward: train.py has its own where the model is sharded.
-    options: temperature=1.0 divides the logits; chunk=512 is how many tokens' logits are held at once."""
+    forward: train.py has its own. options: temperature=1.0; chunk=512, tokens whose logits are held at once.
+    ValueError: a sequence of one token, or a mask of another length."""
     if wanted is None:
         wanted = [[True] * (len(ids) - 1) for ids in sequences]
     for ids, mask in zip(sequences, wanted, strict=True):
@@ -91,8 +87,7 @@ def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entro
 def answer_logprob(model, contexts, answers, token_budget=16384, **options):
     """Phi, the mean log-likelihood in nats per token of answers[k] after contexts[k] (lists of token ids; the
     cue ends the context): [n] float32 on the CPU. Equal pairs (a group's task prompt) are computed once."""
-    lengths = [len(ids) for ids in [*contexts, *answers]]
-    if len(contexts) != len(answers) or 0 in lengths:
+    if len(contexts) != len(answers) or not all(map(len, [*contexts, *answers])):
         raise ValueError("Phi needs as many answers as contexts, and neither may be empty")
     pairs = [(tuple(context), tuple(answer)) for context, answer in zip(contexts, answers)]
     distinct = list(dict.fromkeys(pairs))
@@ -114,22 +109,17 @@ def segment_potentials(model, segment_ids, positions, cue, answer, **options):
 
 
 # ---- Phi of trajectories (M7), of which only the fields are known here -------------------------------------
-def phi_at(model, places, cue, **options):
-    """Phi at places (trajectory, segment, position): [n] float32 on the CPU."""
+def phi_at(model, places, cue, **options):  # of n places (trajectory, segment, position) -> [n] on the CPU
     contexts = [t.segments[segment].token_ids[:position] + cue for t, segment, position in places]
     return answer_logprob(model, contexts, [t.reference_ids for t, _, _ in places], **options)
 
 
 def score_sessions(model, trajectories, cue, **options):
     """Write phi_before and phi_after into every session but the final one of each trajectory."""
-    sessions = []
-    places = []
-    for trajectory in trajectories:
-        for session in trajectory.sessions[:-1]:
-            sessions.append(session)
-            places += [(trajectory, *session.before), (trajectory, *session.after)]
+    pairs = [(t, session) for t in trajectories for session in t.sessions[:-1]]
+    places = [(t, *edge) for t, session in pairs for edge in (session.before, session.after)]
     phi_2n = phi_at(model, places, cue, **options).tolist()
-    for session, before, after in zip(sessions, phi_2n[::2], phi_2n[1::2]):
+    for (_, session), before, after in zip(pairs, phi_2n[::2], phi_2n[1::2]):
         session.phi_before = before
         session.phi_after = after
 
@@ -137,9 +127,6 @@ def score_sessions(model, trajectories, cue, **options):
 def turn_probabilities(model, trajectories, cue, **options):
     """For IGPO: exp(Phi) where each turn of the main agent begins, and the last of them again, since the last
     turn earns the outcome and what follows it is never used -> rows [turns + 1]."""
-    turns = [trajectory.main_turns() for trajectory in trajectories]
-    places = []
-    for trajectory, spans in zip(trajectories, turns):
-        places += [(trajectory, segment, start) for segment, start, _ in spans]
-    rows = phi_at(model, places, cue, **options).exp().split([len(spans) for spans in turns])
+    places = [(t, segment, start) for t in trajectories for segment, start, _ in t.main_turns()]
+    rows = phi_at(model, places, cue, **options).exp().split([len(t.main_turns()) for t in trajectories])
     return [torch.cat([row, row[-1:]]) for row in rows]

@@ -35,14 +35,11 @@ def by_hand(rewards, kinds, gains, rho, beta0, beta1, lam, session_aware, shapin
             base = -beta1 * u if rewards[i] else beta0 * min(u, 0)  # M5
         row = []
         for j, name in enumerate(names):
-            same = []  # M8: all sessions of this kind but the final ones, and this one among them
-            place = None
+            same = []  # M8: places of all sessions of this kind but the final ones
             for a, others in enumerate(kinds):
-                for b in range(len(others) - 1):
-                    if others[b] == name:
-                        place = len(same) if (a, b) == (i, j) else place
-                        same.append(gains[a][b])
-            gain = z_score(same)[place] if place is not None else 0.0
+                same += [(a, b) for b in range(len(others) - 1) if others[b] == name]
+            scores = z_score([gains[a][b] for a, b in same])
+            gain = scores[same.index((i, j))] if (i, j) in same else 0.0
             gain = gain if any(rewards) else min(gain, 0)  # M9
             total = base + lam * gain if shaping else base  # M11
             row.append(base if base and base * total <= 0 else total)  # M10
@@ -54,9 +51,8 @@ def random_groups():
     for rng in map(random.Random, range(120)):  # rewards mixed, all 1, all 0; gains wide, narrow, alike
         luck = rng.choice((0.5, 0.5, 0, 1))
         scale = rng.choice((0.02, 1, 1, 1e-8))
-        kinds = [
-            rng.choices(mosaic.KINDS, k=rng.randint(0, 4)) + ["normal"] for _ in range(rng.randint(1, 8))
-        ]
+        size = rng.randint(1, 8)
+        kinds = [rng.choices(mosaic.KINDS, k=rng.randint(0, 4)) + ["normal"] for _ in range(size)]
         gains = []
         for names in kinds:
             gains.append([0.3 + scale * rng.gauss(0, 1) for _ in names[1:]] + [0.0])
@@ -70,26 +66,6 @@ def test_credit_equals_the_plain_loops(rates, switches):
     for rewards, kinds, gains in random_groups():
         got = mosaic.mosaic_advantage(rewards, kinds, gains, *rates, *switches)
         close(got, [torch.tensor(row) for row in by_hand(rewards, kinds, gains, *rates, *switches)])
-
-
-def test_no_gate_is_passed():
-    for rewards, kinds, gains in random_groups():
-        for row in mosaic.mosaic_advantage(rewards, kinds, gains, lam=1.0):
-            own = row[-1]  # the final session has the trajectory's own advantage
-            assert own == 0 or (row * own > 0).all()
-            assert any(rewards) or (row <= own).all()
-
-
-def test_orderings_by_outcome_and_session_count():
-    for rewards, kinds, _ in random_groups():
-        if len(set(rewards)) == 2:
-            counts = [len(names) for names in kinds]
-            sat = mosaic.session_aware_advantage(rewards, counts, rho=0.99).tolist()
-            worth = [(reward, -n if reward else n) for reward, n in zip(rewards, counts)]
-            ranked = sorted(zip(worth, sat))  # C1 to C3: from the worst trajectory to the best
-            for (low, low_sat), (high, high_sat) in zip(ranked, ranked[1:]):
-                assert low_sat < high_sat or low == high
-            assert abs(sum(sat)) < 1e-5
 
 
 @pytest.mark.parametrize("cuts", [[5], [2, 0, 3], [1] * 5])

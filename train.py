@@ -70,10 +70,8 @@ class Config(Setup):  # one run; the fields of Limits and Setup (harness.py) are
         require(self, "minibatches", self.minibatches <= most, f"at most the {most} trajectories of a step")
         known = mosaic.ADVANTAGES
         require(self, "advantage", self.advantage in known, f"one of {', '.join(known)}")
-        require(self, "preset", self.preset != "paper" or torch.cuda.is_available(), "a GPU")
-
-
-MAY_CHANGE = "resume out steps checkpoint_every engine engine_memory token_budget search_url".split()
+        if self.preset == "paper":
+            require(self, "preset", torch.cuda.is_available(), "a GPU")
 
 
 def make_config(argv):
@@ -87,8 +85,9 @@ def make_config(argv):
     saved = Path(config.out, "config.json")
     expect(saved.exists(), f"--resume: expected a run in {config.out}, found none")
     begun = json.loads(saved.read_text())
+    may_change = "resume out steps checkpoint_every engine engine_memory token_budget search_url".split()
     for name, value in given.items():
-        free = name in MAY_CHANGE or value == begun[name]
+        free = name in may_change or value == begun[name]
         require(config, name, free, f"{begun[name]!r}, with which {config.out} was begun")
     return Config(**{**begun, **given})
 
@@ -107,14 +106,10 @@ def from_all(items):
     return [item for part in parts for item in part]
 
 
-def checkpointed(forward):
+def checkpointed(forward, *args, **options):
     """A block's forward whose activations the backward pass computes anew; its input waits on the CPU."""
-
-    def run(*args, **options):
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return checkpoint(forward, *args, use_reentrant=False, **options)
-
-    return run
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(forward, *args, use_reentrant=False, **options)
 
 
 def shard(model):
@@ -123,7 +118,7 @@ def shard(model):
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     expect(blocks, f"torchrun: expected a model made of blocks, found none in {type(model).__name__}")
     for block in blocks:
-        block.forward = checkpointed(block.forward)
+        block.forward = partial(checkpointed, block.forward)
     dtypes = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else (None, None)
     for module in [*blocks, model]:
         fully_shard(module, mp_policy=MixedPrecisionPolicy(*dtypes), reshard_after_forward=False)
@@ -163,9 +158,6 @@ def credit(group, turn_probs, config):
 
 
 # ---- Update (M12) ------------------------------------------------------------------------------------------
-EMPTY = (Segment([0, 0], [False, False]), torch.zeros(3, 0))  # weighs nothing, for a rank that has none
-
-
 def rows_of(trajectory, n_trajectories):
     """Each segment with the old log-probs, advantages and weights of its T sampled tokens, [3, T]. The weight
     is M12's 1 / (G T_i) over the whole batch, taken here, before anything is split."""
@@ -189,11 +181,8 @@ def loss_of(model, part, config, sums):
     loss = mosaic.policy_loss(logprobs_T, old_T, advantages_T, weights_T, config.clip_low, config.clip_high)
     change_T = logprobs_T.detach() - old_T
     outside_T = (change_T.exp() < 1 - config.clip_low) | (change_T.exp() > 1 + config.clip_high)
-    sums["loss"] += loss.item()
-    sums["tokens"] += len(change_T)
-    sums["gap"] += change_T.abs().sum().item()
-    sums["entropy"] += entropy_T.sum().item()
-    sums["clip_fraction"] += outside_T.sum().item()
+    sums.update(loss=loss.item(), tokens=len(change_T), gap=change_T.abs().sum().item())
+    sums.update(entropy=entropy_T.sum().item(), clip_fraction=outside_T.sum().item())
     return loss
 
 
@@ -203,19 +192,19 @@ def update(model, optimizer, trajectories, step, config):
     n_minibatches = min(config.minibatches, len(shuffled))
     totals = Counter()
     for m in range(n_minibatches):
-        rows = []
-        for trajectory in shuffled[m::n_minibatches]:  # whole ones: a vote each, however many sessions
-            rows += rows_of(trajectory, len(shuffled))
+        part = shuffled[m::n_minibatches]  # whole trajectories: a vote each, however many sessions
+        rows = [row for trajectory in part for row in rows_of(trajectory, len(shuffled))]
         lengths = [len(segment.token_ids) for segment, _ in rows]
         budget = min(config.token_budget, len(lengths) * max(lengths) // N_RANKS)  # a part for each rank
-        parts = [[rows[k] for k in part] for part in phi.batches_by_length(lengths, budget)]
-        # critical: as many on every rank, else ranks wait for ever. The missing ones weigh nothing.
-        parts += [[EMPTY]] * (-len(parts) % N_RANKS)
+        batches = phi.batches_by_length(lengths, budget)
+        # critical: as many on every rank, else ranks wait for ever. The missing ones have a row of no weight.
+        rows.append((Segment([0, 0], [False, False]), torch.zeros(3, 0)))
+        batches += [[len(lengths)]] * (-len(batches) % N_RANKS)
         sums = Counter()
-        for part in tqdm(parts[RANK::N_RANKS], "update", leave=False, disable=QUIET):
+        for batch in tqdm(batches[RANK::N_RANKS], "update", leave=False, disable=QUIET):
             # A minibatch stands for the whole batch, so its gradient is scaled up to estimate the batch's.
             # critical: FSDP averages gradients over the ranks, and M12 wants their sum.
-            (loss_of(model, part, config, sums) * n_minibatches * N_RANKS).backward()
+            (loss_of(model, [rows[k] for k in batch], config, sums) * n_minibatches * N_RANKS).backward()
         for sums_of_rank in from_all([sums]):  # all ranks judge the same figures, so that none ends alone
             totals.update(sums_of_rank)
         if m == 0:  # up to the first optimizer step, engine and trainer hold the same weights
@@ -224,10 +213,9 @@ def update(model, optimizer, trajectories, step, config):
             expect(same, f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats a token")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm = (norm.full_tensor() if SHARDED else norm).item()
-        totals["grad_norm"] += norm / n_minibatches
+        totals.update(grad_norm=norm / n_minibatches, skipped=not math.isfinite(norm))
         if math.isfinite(norm):  # a broken minibatch must not spoil the weights of a run of days
             optimizer.step()
-        totals["skipped"] += not math.isfinite(norm)
         optimizer.zero_grad()
     row = {key: totals[key] for key in ("loss", "grad_norm", "skipped")}
     row |= {key: totals[key] / totals["tokens"] for key in ("entropy", "clip_fraction")}
@@ -242,7 +230,7 @@ WHOLE = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def split_tasks(config):
     """(tasks to train on, tasks held out). The held-out ones are the same whatever the seed."""
-    tasks = harness.load_tasks(config.tasks or harness.WORLD / "train.jsonl")
+    tasks = harness.load_tasks(config.tasks if config.tasks else harness.WORLD / "train.jsonl")
     n = config.eval_tasks
     if config.tasks:
         require(config, "eval_tasks", n < len(tasks), f"fewer than the {len(tasks)} of --tasks")
@@ -322,14 +310,15 @@ def save_checkpoint(run, step):
     from_all([])  # the others wait for the first, which writes
 
 
-def sync_weights(run):
-    """Hand the weights to the engine, gathered one by one: no rank ever holds a second set of them."""
+def sync_weights(run):  # gathered one by one, so that no rank ever holds a second set of weights
     pairs = run.model.named_parameters()
     run.engine.load_weights((name, p.full_tensor() if SHARDED else p) for name, p in pairs)
 
 
 def evaluate_held_out(run, when, step):
     """The policy on the held-out tasks, sampled, and in the offline world greedy too; into eval.json."""
+    if not run.held_out:
+        return
     row = {"steps": step}
     for decoding in ("sampled",) if run.config.tasks else ("greedy", "sampled"):
         sync_weights(run)  # by all ranks; the first one goes on with them
@@ -357,7 +346,6 @@ def train(config):
     run, step = set_up(config)
     if step == 0:
         save_checkpoint(run, step)
-    if step == 0 and run.held_out:
         evaluate_held_out(run, "before", step)
     bar = tqdm(total=config.steps, initial=step, desc=config.out, disable=QUIET)
     while step < config.steps:
@@ -402,8 +390,7 @@ def train(config):
         if step % config.checkpoint_every == 0 or step == config.steps:
             save_checkpoint(run, step)
     bar.close()
-    if run.held_out:
-        evaluate_held_out(run, "after", step)
+    evaluate_held_out(run, "after", step)
     if RANK == 0:
         print(f"results: {run.out}; read on: python eval.py --show {run.out}/trajectories.jsonl")
     if SHARDED and config.engine == "hf":  # vllm ends the processes' group by itself
@@ -419,9 +406,10 @@ def groups_of(run, rolled, step):
         if step:
             save_checkpoint(run, step)
         raise UserError(f"step {step} lost most of its rollouts to {dict(Counter(stops))}; --resume goes on")
-    size = run.config.group_size
-    groups = [rolled[k : k + size] for k in range(0, len(rolled), size)]
-    groups = [[trajectory for trajectory in group if trajectory.reward is not None] for group in groups]
+    groups = []
+    for k in range(0, len(rolled), run.config.group_size):
+        group = rolled[k : k + run.config.group_size]
+        groups.append([trajectory for trajectory in group if trajectory.reward is not None])
     return [group for group in groups if group]
 
 
@@ -430,12 +418,10 @@ def log(run, groups, step, metrics, clock):
     trajectories = [trajectory for group in groups for trajectory in group]
     lines = [{"step": step, **evaluation.describe(trajectory, run.chat)} for trajectory in trajectories]
     row = {"step": step, **evaluation.summarise(lines), **metrics}
-    row |= {"mixed_groups": 0, "all_success_groups": 0, "all_failure_groups": 0}
+    outcomes = [{trajectory.reward > mosaic.SUCCESS for trajectory in group} for group in groups]
+    row |= {"mixed_groups": outcomes.count({True, False}), "all_success_groups": outcomes.count({True})}
+    row["all_failure_groups"] = outcomes.count({False})
     row["dropped"] = run.config.tasks_per_step * run.config.group_size - len(lines)
-    for group in groups:
-        wins = sum(t.reward > mosaic.SUCCESS for t in group)
-        kind = {0: "all_failure", len(group): "all_success"}.get(wins, "mixed")
-        row[f"{kind}_groups"] += 1
     for before, phase in pairwise(clock):
         row[f"seconds_{phase}"] = clock[phase] - clock[before]
     # Metrics leave for a dashboard here: `row` is all that it needs.

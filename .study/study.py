@@ -20,6 +20,9 @@ from statistics import fmean
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import compare
+
 import harness
 import mosaic
 from eval import summarise
@@ -28,8 +31,6 @@ from harness import UserError
 # As the offline world writes them; .world/make.py has the same.
 FACT = re.compile(r"(\w+) (taught|hired|saved|paid|married|painted) (\w+)\.")
 QUESTION = re.compile(r"From (\w+) follow ([\w, ]+)\.")
-# Student's t at 0.975 with 1, 2, ... degrees of freedom; for more of them the last one, which is too wide.
-T95 = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131".split()
 WINDOW = 5  # steps that a point of a learning curve is the mean of
 N_BOOTSTRAP = 10_000
 
@@ -131,17 +132,13 @@ def t_interval(values):
     n = len(values)
     if n < 2:
         return values.mean(0), torch.full_like(values[0], math.nan)
-    quantile = float(T95[min(n - 1, len(T95)) - 1])
+    quantile = float(compare.T95[min(n - 1, len(compare.T95)) - 1])
     return values.mean(0), quantile * values.std(0) / math.sqrt(n)
 
 
 def cell(values):
     """A cell of the table; seeds for which there is nothing to average are left out."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return ""
-    mean, half = t_interval(known)
-    return f"{mean:.3f}" if len(known) == 1 else f"{mean:.3f} ± {half:.3f}"
+    return compare.t_interval([value for value in values if value is not None])
 
 
 def bootstrap(gap_SQ):

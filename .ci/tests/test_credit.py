@@ -1,7 +1,8 @@
 """Credit in training: from the advantages of sessions or turns to those of tokens, and their weights in M12.
 
 Protects that each token that the policy drew has the advantage of its session (or turn), that each trajectory
-has one vote whatever its length, and that what was not computed is None and never a number.
+has one vote whatever its length, and that what was not computed is None and never a number. Of the formulas
+alone, two properties; test_mosaic.py has them against plain loops.
 """
 
 import math
@@ -17,6 +18,7 @@ import harness
 import mosaic
 import phi
 import train
+from test_mosaic import random_groups
 
 MODES = ["single", "compaction", "subagent", "both"]
 TASK = offline_tasks(1, 0)[0]
@@ -129,6 +131,27 @@ def test_sessions_of_a_trajectory_differ_under_mosaic():
     group = group_of("both")
     give_credit(group, "mosaic")
     assert any(len({session.advantage for session in trajectory.sessions}) > 1 for trajectory in group)
+
+
+# ---- Properties of the formulas ----------------------------------------------------------------------------
+def test_no_gate_is_passed():
+    for rewards, kinds, gains in random_groups():
+        for row in mosaic.mosaic_advantage(rewards, kinds, gains, lam=1.0):
+            own = row[-1]  # the final session has the trajectory's own advantage
+            assert own == 0 or (row * own > 0).all()
+            assert any(rewards) or (row <= own).all()
+
+
+def test_orderings_by_outcome_and_session_count():
+    for rewards, kinds, _ in random_groups():
+        if len(set(rewards)) == 2:
+            counts = [len(names) for names in kinds]
+            sat = mosaic.session_aware_advantage(rewards, counts, rho=0.99).tolist()
+            worth = [(reward, -n if reward else n) for reward, n in zip(rewards, counts)]
+            ranked = sorted(zip(worth, sat))  # C1 to C3: from the worst trajectory to the best
+            for (low, low_sat), (high, high_sat) in zip(ranked, ranked[1:]):
+                assert low_sat < high_sat or low == high
+            assert abs(sum(sat)) < 1e-5
 
 
 # ---- Turns (IGPO) ------------------------------------------------------------------------------------------
