@@ -4,7 +4,6 @@
     subagent   a delegated subtask, worked on in a fresh context; the text it returns is the tool's result
 A segment is one linear token sequence. It grows by the ids that the policy sampled and by those of the turns
 around them. Foreign text (questions, pages, reports) cannot produce a token that structures a turn.
-
 Shapes: T tokens of a segment, B requests that are sampled together, V vocabulary.
 Left out on purpose: sandboxes, paging through a page, subagents of subagents.
 """
@@ -42,6 +41,21 @@ from transformers.hf_argparser import HfArg, HfArgumentParser
 from transformers.utils import logging
 from urllib3.exceptions import HTTPError
 
+WORLD = Path(__file__).parent / ".world"  # tasks, tiny policies, prompts and presets, all plain files
+PROMPTS = json.loads((WORLD / "prompts.json").read_text())
+PRESETS = json.loads((WORLD / "presets.json").read_text())
+Mode = Literal["single", "compaction", "subagent", "both"]
+COMPACTING = ("compaction", "both")
+FORKING = ("subagent", "both")
+MALFORMED = ("", {})  # in the place of a call that cannot be read
+MOST_MALFORMED = 4  # malformed turns of a trajectory at which its agent ends
+# What structures a turn, whether or not the tokenizer has tokens for it.
+TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+MARKS = [*TAGS, "<think>", "</think>", "<answer>", "</answer>"]
+# The least values of flags whose least is not 1, or for fractions just above 0.
+LEAST = dict.fromkeys("rho lam beta0 beta1 clip_low clip_high eval_tasks seed line".split(), 0)
+LEAST |= {"max_summary_tokens": 2, "group_size": 2}
+
 
 class UserError(ValueError):
     """What was asked for cannot be done: its sentence says why, and the programs end with it."""
@@ -52,9 +66,8 @@ def expect(condition, sentence):
         raise UserError(sentence)
 
 
-WORLD = Path(__file__).parent / ".world"  # tasks, tiny policies, prompts and presets, all plain files
-PROMPTS = json.loads((WORLD / "prompts.json").read_text())
-PRESETS = json.loads((WORLD / "presets.json").read_text())
+def require(config, name, holds, expected):
+    expect(holds, f"--{name.replace('_', '-')} {getattr(config, name)}: expected {expected}")
 
 
 # ---- Data model --------------------------------------------------------------------------------------------
@@ -118,19 +131,6 @@ class Trajectory:  # all sessions of one attempt; the last one answers, or is wh
 
 
 # ---- Limits and flags --------------------------------------------------------------------------------------
-Mode = Literal["single", "compaction", "subagent", "both"]
-COMPACTING = ("compaction", "both")
-FORKING = ("subagent", "both")
-MOST_MALFORMED = 4  # malformed turns of a trajectory at which its agent ends
-# The least values of fields whose least is not 1, or for fractions just above 0.
-LEAST = dict.fromkeys("rho lam beta0 beta1 clip_low clip_high eval_tasks seed line".split(), 0)
-LEAST |= {"max_summary_tokens": 2, "group_size": 2}
-
-
-def require(config, name, holds, expected):
-    expect(holds, f"--{name.replace('_', '-')} {getattr(config, name)}: expected {expected}")
-
-
 @dataclass
 class Limits:  # mode and budgets of a trajectory, as flags of train.py and eval.py
     mode: Mode = HfArg(default="compaction", help="how a trajectory may go beyond one context")
@@ -211,6 +211,23 @@ def parse_flags(config_class, argv, text):
     return {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
 
 
+def values_of(preset, mode):
+    """{field: value} in the place of a config's defaults: of a preset, or for a mode's tiny policy."""
+    own = WORLD / ("compaction" if mode == "single" else mode) / "limits.json"
+    return json.loads(own.read_text()) if preset == "toy" else PRESETS[preset]
+
+
+def policy_of(config):
+    """The folder of the policy: --model, or the tiny one of this mode. UserError: made for other limits."""
+    if config.model:
+        return config.model
+    require(config, "model", not config.tasks, "a model that can read --tasks")
+    for name, value in values_of("toy", config.mode).items():
+        made = f"{value}, for which the tiny policy was made, or --model with one by .world/make.py"
+        require(config, name, getattr(config, name) == value, made)
+    return str(WORLD / ("compaction" if config.mode == "single" else config.mode))
+
+
 # ---- Tasks and documents -----------------------------------------------------------------------------------
 def read_jsonl(path):
     """("file:line", object) of each line. UserError names the line that is wrong."""
@@ -275,6 +292,10 @@ TIMEOUT = (10, 120)  # seconds to connect, and between two packets
 MAX_BYTES = 2**22
 # Pages that hold a benchmark's answers, and addresses that climb out of the reader's own.
 BLOCKED = r"browse[-_]?comp|/\.\.|\b(huggingface|hf|hf-mirror|modelscope|paperswithcode)\.(com?|cn)\b"
+# Nine tries of what may succeed later, in some five minutes or as long as Retry-After asks for.
+TRIES = Retry(8, backoff_factor=1.5, retry_after_max=300, status_forcelist=BUSY, allowed_methods=None)
+SESSION = requests.Session()
+SESSION.mount("http", HTTPAdapter(max_retries=TRIES.new(raise_on_status=False), pool_maxsize=256))
 
 
 def words_of(text):
@@ -297,8 +318,7 @@ class Corpus:  # `search` (BM25, k1 = 1.2, b = 0.75) and `visit` of documents in
                 postings.setdefault(word, []).append((k, n))
         self.postings = {word: torch.tensor(pairs).T for word, pairs in postings.items()}
 
-    async def search(self, query):
-        """The best documents, a line each: [id] and of its lines and sentences the one that fits best."""
+    async def search(self, query):  # the best documents: [id] and the line or sentence that fits best, each
         scores = torch.zeros(len(self.ids), dtype=torch.float64)
         idf = Counter()
         for word in dict.fromkeys(words_of(query)):
@@ -321,12 +341,6 @@ class Corpus:  # `search` (BM25, k1 = 1.2, b = 0.75) and `visit` of documents in
 def is_allowed(address):
     plain = re.fullmatch(r"https?://[^\s@/]+(/\S*)?", address) and address.isprintable()
     return plain and not re.search(BLOCKED, requests.utils.unquote(address).lower())
-
-
-# Nine tries of what may succeed later, in some five minutes or as long as Retry-After asks for.
-TRIES = Retry(8, backoff_factor=1.5, retry_after_max=300, status_forcelist=BUSY, allowed_methods=None)
-SESSION = requests.Session()
-SESSION.mount("http", HTTPAdapter(max_retries=TRIES.new(raise_on_status=False), pool_maxsize=256))
 
 
 def ask(name, url, read, variable="", body=None, told=(), final=UserError):
@@ -390,8 +404,7 @@ class Retriever(Web):  # `search` by a server that speaks Search-R1's /retrieve,
         what = ("--search-url", self.config.search_url, self.read, "", body, (400, 422))
         return await asyncio.to_thread(ask, *what)
 
-    def read(self, text):
-        """Documents as {"document": {...}, "score": ...} or bare, with or without id and title."""
+    def read(self, text):  # {"document": {...}, "score": ...} each or bare, with or without id and title
         pairs = []
         for row in json.loads(text)["result"][0][: self.config.top_k]:
             document = row.get("document", row)
@@ -418,11 +431,6 @@ def answer_words(text):
     return [word for word in words if word not in ("a", "an", "the")]
 
 
-# At the start of a line or as a key of JSON; a remark may follow, but not the other word at once.
-VERDICT = r"(?im)(?:^\W*|[{,]\s*[\"'])correct[\"'*_`]*\s*[:\uff1a][\s\"'*_`]*(yes|no|true|false)\b"
-VERDICT += r"(?!\W{1,3}(?:or\W+)?(?:yes|no)\b)"
-
-
 async def judge(task, answer, model):
     """The verdict of a model at an OpenAI-compatible endpoint (API_BASE, API_KEY)."""
     texts = {"question": task.question, "reference": task.answer, "answer": answer[:1000]}
@@ -435,11 +443,11 @@ async def judge(task, answer, model):
 def read_verdict(text):
     """1 or 0. ValueError: no verdict, or two that differ."""
     reply = json.loads(text)["choices"][0]["message"]["content"].rsplit("</think>", 1)[-1]
-    (verdict,) = {word.lower() in ("yes", "true") for word in re.findall(VERDICT, reply)}
+    # At the start of a line or as a key of JSON; a remark may follow, but not the other word at once.
+    pattern = r"(?im)(?:^\W*|[{,]\s*[\"'])correct[\"'*_`]*\s*[:\uff1a][\s\"'*_`]*(yes|no|true|false)\b"
+    words = re.findall(pattern + r"(?!\W{1,3}(?:or\W+)?(?:yes|no)\b)", reply)
+    (verdict,) = {word.lower() in ("yes", "true") for word in words}
     return float(verdict)
-
-
-REWARDS = {"exact_match": exact_match, "judge": judge}
 
 
 def open_world(config):
@@ -460,9 +468,6 @@ def open_world(config):
 
 
 # ---- What the policy says: answers and calls ---------------------------------------------------------------
-MALFORMED = ("", {})  # in the place of a call that cannot be read
-
-
 def arguments_of(name):
     return list(inspect.signature(TOOLS[name]).parameters)[1:]
 
@@ -507,11 +512,6 @@ def parse_turn(text, in_thought=False):
 
 
 # ---- Prompts and the chat template -------------------------------------------------------------------------
-# What structures a turn, whether or not the tokenizer has tokens for it.
-TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-MARKS = [*TAGS, "<think>", "</think>", "<answer>", "</answer>"]
-
-
 # A tokenizer's chat template, cut once into exact token pieces: `close` ends any turn, and the policy itself
 # samples its first id; `generation` opens the policy's turn; `cue` (M6) its answer as well.
 class Chat:
@@ -578,8 +578,9 @@ class Chat:
         ids = ids if speech == text else self.foreign(speech)
         return [i for i in ids if i not in self.control | {*self.stops}] if speech.strip() else []
 
-    def prompt(self, limits, role, forks, question):
-        """The head of a segment: the system prompt, which lists the tools, and the first user turn."""
+    def prompt(
+        self, limits, role, forks, question
+    ):  # the system turn, which lists the tools, and the first user turn
         names = [name for name in TOOLS if name != "delegate" or forks]
         tools = [f"{name}({', '.join(arguments_of(name))}): {TOOLS[name].__doc__}" for name in names]
         system = PROMPTS[limits.prompts][role].replace("{calls}", str(limits.max_parallel_calls))
@@ -627,8 +628,7 @@ def load_policy(source, max_context=0, dtype=torch.float32):
         raise
     except Exception as error:  # libraries have many words for weights that are torn or do not fit
         raise UserError(f"--model {source}: expected a model with its tokenizer ({error!r:.200})") from None
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    # It stays in eval mode, without dropout: log-probs of different forwards are compared.
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # in eval mode, as log-probs are compared
     return model.eval(), Chat(tokenizer, model.generation_config.eos_token_id)
 
 
@@ -667,8 +667,7 @@ class HFEngine:  # all waiting requests in one left-padded KV-cache loop; other 
         return self.sample(self.waiting)
 
     @torch.no_grad()
-    def sample(self, requests):
-        """requests: B tuples (ids, max_new_tokens, stop) -> B tuples (ids, log-probs, finish reason)."""
+    def sample(self, requests):  # B of (ids, max_new_tokens, stop) -> B of (ids, log-probs, finish reason)
         rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in requests]
         tokens_BT = pad_sequence(rows, batch_first=True, padding_side="left")
         mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
@@ -768,9 +767,6 @@ class VLLMEngine:  # vLLM in this process, made of the model's config; its weigh
         return list(drawn.token_ids), list(drawn.logprobs.logprobs), drawn.finish_reason
 
 
-ENGINES = {"hf": HFEngine, "vllm": VLLMEngine}
-
-
 # ---- The agent ---------------------------------------------------------------------------------------------
 class Agent:  # one trajectory in the making: the coroutines that run its sessions, and what they share
     def __init__(self, task, engine, chat, limits, tools):
@@ -779,58 +775,54 @@ class Agent:  # one trajectory in the making: the coroutines that run its sessio
         self.engine, self.chat, self.limits, self.tools = engine, chat, limits, tools
         self.n_sessions = 0
 
-    async def sample_turn(self, segment, max_new_tokens):
-        """One turn of the policy, appended as drawn -> (sampled ids, finish reason)."""
+    async def sample_turn(self, segment, max_new_tokens):  # appended as drawn -> (ids, finish reason)
         segment.turns.append(len(segment.token_ids))
         segment.append(self.chat.generation)
         context = list(segment.token_ids)
         ids, logprobs, finish = await self.engine.generate(context, max_new_tokens, self.chat.stops)
         segment.append(ids, logprobs)
-        # The template's end of a turn follows, less its first id where the policy has drawn that.
-        segment.append(self.chat.close[1 if ids[-1] == self.chat.close[0] else 0 :])
+        drawn = ids[-1] == self.chat.close[0]  # the first id of the template's end of a turn
+        segment.append(self.chat.close[1:] if drawn else self.chat.close)
         return ids, finish
 
     async def react(self, prompt, forks, max_turns):
         """ReAct in a new segment -> (answer, turns, context, truncated or malformed; the answer)."""
+        trajectory, limits, chat = self.trajectory, self.limits, self.chat
         self.n_sessions += 1
-        index = len(self.trajectory.segments)
+        index = len(trajectory.segments)
         segment = Segment()
         segment.append(prompt)
-        self.trajectory.segments.append(segment)
+        trajectory.segments.append(segment)
         for _ in range(max_turns):
             if len(segment.token_ids) > self.room:
                 return "context", ""
-            ids, finish = await self.sample_turn(segment, self.limits.max_turn_tokens)
+            ids, finish = await self.sample_turn(segment, limits.max_turn_tokens)
             if finish == "length":
                 return "truncated", ""
-            answer, calls = parse_turn(self.chat.decode(ids), self.chat.in_thought)
+            answer, calls = parse_turn(chat.decode(ids), chat.in_thought)
             if answer:
                 return "answer", answer
-            self.trajectory.malformed += MALFORMED in calls
-            if self.trajectory.malformed >= MOST_MALFORMED:
+            trajectory.malformed += MALFORMED in calls
+            if trajectory.malformed >= MOST_MALFORMED:
                 return "malformed", ""
-            await self.respond(index, calls, forks)
+            # The calls of a turn run at once. What they return is appended in their order, a user turn each.
+            allowed = calls[: limits.max_parallel_calls]
+            results = await asyncio.gather(*[self.call(forks, *call) for call in allowed])
+            room = limits.max_response_tokens // len(allowed) - len(chat.response([]))
+            over = chat.own("\n" + PROMPTS[limits.prompts]["over"])[:room]
+            for n, result in enumerate(results, 1):
+                text, session = result if isinstance(result, tuple) else (str(result), None)
+                note = over if n == len(allowed) and n < len(calls) else []
+                tokenise = partial(chat.foreign, text, room - len(note))
+                # A large page is tokenised in a thread, while the others go on.
+                ids = await asyncio.to_thread(tokenise) if len(text) > 50_000 else tokenise()
+                before = (index, len(segment.token_ids))
+                segment.append(chat.response(ids + note))
+                if session:  # M7: its gain is that of merging its result into the main context
+                    session.before = before
+                    session.after = (index, len(segment.token_ids))
+                    trajectory.sessions.append(session)
         return "turns", ""
-
-    async def respond(self, index, calls, forks):
-        """Run the calls of a turn at once, and append what they return in call order, a user turn each."""
-        segment = self.trajectory.segments[index]
-        allowed = calls[: self.limits.max_parallel_calls]
-        results = await asyncio.gather(*[self.call(forks, *call) for call in allowed])
-        room = self.limits.max_response_tokens // len(allowed) - len(self.chat.response([]))
-        over = self.chat.own("\n" + PROMPTS[self.limits.prompts]["over"])[:room]
-        for n, result in enumerate(results, 1):
-            text, session = result if isinstance(result, tuple) else (str(result), None)
-            note = over if n == len(allowed) and n < len(calls) else []
-            tokenise = partial(self.chat.foreign, text, room - len(note))
-            # A large page is tokenised in a thread, while the others go on.
-            ids = await asyncio.to_thread(tokenise) if len(text) > 50_000 else tokenise()
-            before = (index, len(segment.token_ids))
-            segment.append(self.chat.response(ids + note))
-            if session:  # M7: its gain is that of merging its result into the main context
-                session.before = before
-                session.after = (index, len(segment.token_ids))
-                self.trajectory.sessions.append(session)
 
     async def call(self, forks, name, arguments):
         if not name:
@@ -858,8 +850,7 @@ class Agent:  # one trajectory in the making: the coroutines that run its sessio
         session = Session("subagent", index, 0, len(self.trajectory.segments[index].token_ids))
         return (answer if why == "answer" else NO_RESULT), session
 
-    async def compact(self, segment):
-        """A compact session, in the context that it summarises -> the summary's ids; []: it failed twice."""
+    async def compact(self, segment):  # in the context that it summarises -> its ids; []: it failed twice
         self.n_sessions += 1
         for name, share in (("compact", 1), ("shorter", 2)):
             segment.append(self.chat.instruction(self.limits, name))
@@ -869,8 +860,9 @@ class Agent:  # one trajectory in the making: the coroutines that run its sessio
                 return summary
         return []
 
-    async def run(self):
-        """Normal sessions, joined by compact ones in the modes that have them, until one of them is final."""
+    async def run(
+        self,
+    ):  # normal sessions, joined by compact ones where the mode has them, until one is final
         trajectory, limits = self.trajectory, self.limits
         turns_left = limits.max_turns
         summarising = summary = None
@@ -893,8 +885,10 @@ class Agent:  # one trajectory in the making: the coroutines that run its sessio
         trajectory.stop = "truncated"
 
 
-# Async functions of the agent and of texts. The docstring is what the policy reads.
+# Tools are async functions of the agent and of texts; the docstring is what the policy reads.
 TOOLS = {"search": Agent.search, "visit": Agent.visit, "delegate": Agent.fork}
+REWARDS = {"exact_match": exact_match, "judge": judge}
+ENGINES = {"hf": HFEngine, "vllm": VLLMEngine}
 
 
 async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, judge=exact_match):
@@ -933,21 +927,3 @@ def roll_out(tasks, engine, chat, limits, tools=None, judge=exact_match, progres
         return await tqdm.gather(*jobs, desc=progress, leave=False, disable=None if progress else True)
 
     return asyncio.run(all_of_them())
-
-
-# ---- The offline world: tasks with documents of their own, and a tiny policy, as .world/make.py made them --
-def values_of(preset, mode):
-    """{field: value} in the place of a config's defaults: of a preset, or for a mode's tiny policy."""
-    own = WORLD / ("compaction" if mode == "single" else mode) / "limits.json"
-    return json.loads(own.read_text()) if preset == "toy" else PRESETS[preset]
-
-
-def policy_of(config):
-    """The folder of the policy: --model, or the tiny one of this mode. UserError: made for other limits."""
-    if config.model:
-        return config.model
-    require(config, "model", not config.tasks, "a model that can read --tasks")
-    for name, value in values_of("toy", config.mode).items():
-        made = f"{value}, for which the tiny policy was made, or --model with one by .world/make.py"
-        require(config, name, getattr(config, name) == value, made)
-    return str(WORLD / ("compaction" if config.mode == "single" else config.mode))
