@@ -459,7 +459,8 @@ def open_world(config):
     keys += ["SERPER_KEY_ID", "JINA_API_KEYS"] if on_web else []
     missing = ", ".join(key for key in keys if not os.environ.get(key))
     expect(not missing, f"{missing}: expected in the environment; --corpus or --search-url search elsewhere")
-    expect(not base or is_allowed(base), "API_BASE: expected an http address, without a key in it")
+    if base:
+        expect(is_allowed(base), "API_BASE: expected an http address, without a key in it")
     reward = partial(judge, model=config.judge_model) if name == "judge" else REWARDS[name]
     tools = Web(config) if on_web else None
     if config.corpus:
@@ -578,9 +579,7 @@ class Chat:
         ids = ids if speech == text else self.foreign(speech)
         return [i for i in ids if i not in self.control | {*self.stops}] if speech.strip() else []
 
-    def prompt(
-        self, limits, role, forks, question
-    ):  # the system turn, which lists the tools, and the first user turn
+    def prompt(self, limits, role, forks, question):  # the system turn, with the tools, and a user turn
         names = [name for name in TOOLS if name != "delegate" or forks]
         tools = [f"{name}({', '.join(arguments_of(name))}): {TOOLS[name].__doc__}" for name in names]
         system = PROMPTS[limits.prompts][role].replace("{calls}", str(limits.max_parallel_calls))
@@ -636,14 +635,12 @@ class HFEngine:  # all waiting requests in one left-padded KV-cache loop; other 
     def __init__(self, model, config):
         self.model, self.temperature = model, 1.0  # 0: greedy
         self.generator = torch.Generator(model.device)
+        self.reseed = self.generator.manual_seed
         self.waiting, self.runner = [], None  # requests of the next batch, and the task that samples it
 
     def load_weights(self, named_tensors):  # those of the trainer; tied ones may be missing
         unknown = self.model.load_state_dict(dict(named_tensors), strict=False).unexpected_keys
         expect(not unknown, f"--engine hf: expected weights of the same model, found {unknown}")
-
-    def reseed(self, seed):
-        self.generator.manual_seed(seed)
 
     def sleep(self):
         """It holds nothing that the update could need."""
@@ -704,6 +701,7 @@ class VLLMEngine:  # vLLM in this process, made of the model's config; its weigh
         _custom_ops._supports_onednn = False  # on a CPU it packs weights, which then cannot be replaced
         gpu = torch.cuda.is_available()
         self.temperature, self.seeds = 1.0, random.Random(0)
+        self.reseed = self.seeds.seed
         self.dtype = torch.bfloat16 if gpu else torch.float32
         # With ignore_eos nothing but `stop` ends a turn early; there is no top-p and no top-k.
         options = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "ignore_eos": True}
@@ -728,9 +726,6 @@ class VLLMEngine:  # vLLM in this process, made of the model's config; its weigh
         model.config.save_pretrained(folder)
         with torch.random.fork_rng(devices=[]):  # vllm reseeds
             self.core = LLMEngine.from_engine_args(EngineArgs(str(folder), **options))
-
-    def reseed(self, seed):
-        self.seeds.seed(seed)
 
     def sleep(self):
         if torch.cuda.is_available():
@@ -860,9 +855,7 @@ class Agent:  # one trajectory in the making: the coroutines that run its sessio
                 return summary
         return []
 
-    async def run(
-        self,
-    ):  # normal sessions, joined by compact ones where the mode has them, until one is final
+    async def run(self):  # normal sessions, joined by compact ones in the modes that have them
         trajectory, limits = self.trajectory, self.limits
         turns_left = limits.max_turns
         summarising = summary = None
