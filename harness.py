@@ -4,7 +4,6 @@
     subagent   a delegated subtask, worked on in a fresh context; the text it returns is the tool's result
 A segment is one linear token sequence. It grows by the ids that the policy sampled and by those of the turns
 around them. Foreign text (questions, pages, reports) cannot produce a token that structures a turn.
-
 Shapes: T tokens of a segment, B requests that are sampled together, V vocabulary.
 Left out on purpose: sandboxes, paging through a page, subagents of subagents.
 """
@@ -42,6 +41,21 @@ from transformers.hf_argparser import HfArg, HfArgumentParser
 from transformers.utils import logging
 from urllib3.exceptions import HTTPError
 
+WORLD = Path(__file__).parent / ".world"  # tasks, tiny policies, prompts and presets, all plain files
+PROMPTS = json.loads((WORLD / "prompts.json").read_text())
+PRESETS = json.loads((WORLD / "presets.json").read_text())
+Mode = Literal["single", "compaction", "subagent", "both"]
+COMPACTING = ("compaction", "both")
+FORKING = ("subagent", "both")
+MALFORMED = ("", {})  # in the place of a call that cannot be read
+MOST_MALFORMED = 4  # malformed turns of a trajectory at which its agent ends
+# What structures a turn, whether or not the tokenizer has tokens for it.
+TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+MARKS = [*TAGS, "<think>", "</think>", "<answer>", "</answer>"]
+# The least values of flags whose least is not 1, or for fractions just above 0.
+LEAST = dict.fromkeys("rho lam beta0 beta1 clip_low clip_high eval_tasks seed line".split(), 0)
+LEAST |= {"max_summary_tokens": 2, "group_size": 2}
+
 
 class UserError(ValueError):
     """What was asked for cannot be done: its sentence says why, and the programs end with it."""
@@ -52,9 +66,8 @@ def expect(condition, sentence):
         raise UserError(sentence)
 
 
-WORLD = Path(__file__).parent / ".world"  # tasks, tiny policies, prompts and presets, all plain files
-PROMPTS = json.loads((WORLD / "prompts.json").read_text())
-PRESETS = json.loads((WORLD / "presets.json").read_text())
+def require(config, name, holds, expected):
+    expect(holds, f"--{name.replace('_', '-')} {getattr(config, name)}: expected {expected}")
 
 
 # ---- Data model --------------------------------------------------------------------------------------------
@@ -118,19 +131,6 @@ class Trajectory:  # all sessions of one attempt; the last one answers, or is wh
 
 
 # ---- Limits and flags --------------------------------------------------------------------------------------
-Mode = Literal["single", "compaction", "subagent", "both"]
-COMPACTING = ("compaction", "both")
-FORKING = ("subagent", "both")
-MOST_MALFORMED = 4  # malformed turns of a trajectory at which its agent ends
-# The least values of fields whose least is not 1, or for fractions just above 0.
-LEAST = {"max_summary_tokens": 2, "group_size": 2, "rho": 0, "lam": 0, "beta0": 0, "beta1": 0, "clip_low": 0}
-LEAST |= {"clip_high": 0, "eval_tasks": 0, "seed": 0, "line": 0}
-
-
-def require(config, name, holds, expected):
-    expect(holds, f"--{name.replace('_', '-')} {getattr(config, name)}: expected {expected}")
-
-
 @dataclass
 class Limits:  # mode and budgets of a trajectory, as flags of train.py and eval.py
     mode: Mode = HfArg(default="compaction", help="how a trajectory may go beyond one context")
@@ -154,11 +154,10 @@ class Limits:  # mode and budgets of a trajectory, as flags of train.py and eval
 
     def room(self, chat, task):
         """The length that a context may have before a turn. UserError unless the task's prompt fits in."""
-        # Kept free: what a turn and its tool responses may add, and two tries of a summary.
         ends = len(chat.generation + chat.close)
         reserve = ends + self.max_turn_tokens + self.max_response_tokens
         summary = [0] * self.max_summary_tokens if self.mode in COMPACTING else None
-        if summary:
+        if summary:  # two tries of it are kept free as well
             asked = chat.instruction(self, "compact") + chat.instruction(self, "shorter")
             reserve += len(asked) + 2 * ends + 3 * len(summary) // 2
         need = len(chat.main_prompt(self, task.question, summary)) + reserve
@@ -187,8 +186,10 @@ class Setup(Limits):  # what answers which questions, with what: further flags o
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "engine", self.engine == "hf" or find_spec("vllm"), "pip install vllm==0.32.0")
-        require(self, "corpus", not self.corpus or self.tasks, "--tasks too")
+        if self.engine != "hf":
+            require(self, "engine", find_spec("vllm"), "pip install vllm==0.32.0")
+        if self.corpus:
+            require(self, "corpus", self.tasks, "--tasks too")
         alone = not self.search_url or (self.tasks and not self.corpus and is_allowed(self.search_url))
         require(self, "search_url", alone, "an http address, --tasks too, and no --corpus")
         require(self, "reward", self.reward in ("", *REWARDS), f"one of {', '.join(REWARDS)}")
@@ -212,10 +213,28 @@ def parse_flags(config_class, argv, text):
     return {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
 
 
+def values_of(preset, mode):
+    """{field: value} in the place of a config's defaults: of a preset, or for a mode's tiny policy."""
+    own = WORLD / ("compaction" if mode == "single" else mode) / "limits.json"
+    return json.loads(own.read_text()) if preset == "toy" else PRESETS[preset]
+
+
+def policy_of(config):
+    """The folder of the policy: --model, or the tiny one of this mode. UserError: made for other limits."""
+    if config.model:
+        return config.model
+    require(config, "model", not config.tasks, "a model that can read --tasks")
+    for name, value in values_of("toy", config.mode).items():
+        made = f"{value}, for which the tiny policy was made, or --model with one by .world/make.py"
+        require(config, name, getattr(config, name) == value, made)
+    return str(WORLD / ("compaction" if config.mode == "single" else config.mode))
+
+
 # ---- Tasks and documents -----------------------------------------------------------------------------------
 def read_jsonl(path):
     """("file:line", object) of each line. UserError names the line that is wrong."""
-    rows, where = [], path
+    rows = []
+    where = path
     try:
         for n, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
             if line.strip():
@@ -233,7 +252,7 @@ def append_jsonl(path, rows):
 
 
 def load_texts(path, names):
-    """{id: object} of a file of objects that all have the texts `names`; without `id`, it is "file:line"."""
+    """{id: (texts, row)} of a file whose rows all have the texts `names`; an id that lacks is "file:line"."""
     found = {}
     for where, row in read_jsonl(path):
         row.setdefault("question", row.get("problem"))  # as BrowseComp and REDSearcher call it
@@ -242,16 +261,14 @@ def load_texts(path, names):
         expect(good, f"{where}: expected texts {', '.join(names)}; found {texts!r:.100}")
         id = str(row.get("id", Path(where).name))
         expect(id not in found, f"{where}: expected a unique id, found {id!r} again")
-        found[id] = row
+        found[id] = ([text.strip() for text in texts], row)
     return found
 
 
 def load_tasks(path):
     """Tasks of a file with `question` (or `problem`), `answer`, and perhaps a unique `id`, and `docs`."""
-    rows = load_texts(path, ["question", "answer"]).items()
-    return [
-        Task(row["question"].strip(), row["answer"].strip(), row.get("docs"), id, row) for id, row in rows
-    ]
+    found = load_texts(path, ["question", "answer"]).items()
+    return [Task(*texts, row.get("docs"), id, row) for id, (texts, row) in found]
 
 
 def load_corpus(path):
@@ -261,14 +278,13 @@ def load_corpus(path):
         docs = {str(file.relative_to(path)): file.read_text("utf-8", "replace").strip() for file in files}
     else:
         rows = load_texts(path, ["id", "text"]).items()
-        docs = {id: f"{row.get('title') or ''}\n{row['text']}".strip() for id, row in rows}
+        docs = {id: f"{row.get('title') or ''}\n{row['text']}".strip() for id, (_, row) in rows}
     expect(any(docs.values()), f"{path}: expected a folder with .txt or .md files that hold text, found none")
     return docs
 
 
 # ---- Search and pages: in memory, or services --------------------------------------------------------------
 # Scripts without spaces between words: there, characters and pairs of them are the words.
-SPACED = regex.compile(r"[\w\p{M}]+")
 UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]+")
 NO_RESULT = "No result."
 SEARCH = "https://google.serper.dev/search"
@@ -278,11 +294,16 @@ TIMEOUT = (10, 120)  # seconds to connect, and between two packets
 MAX_BYTES = 2**22
 # Pages that hold a benchmark's answers, and addresses that climb out of the reader's own.
 BLOCKED = r"browse[-_]?comp|/\.\.|\b(huggingface|hf|hf-mirror|modelscope|paperswithcode)\.(com?|cn)\b"
+# Nine tries of what may succeed later, in some five minutes or as long as Retry-After asks for.
+TRIES = Retry(8, backoff_factor=1.5, retry_after_max=300, status_forcelist=BUSY, allowed_methods=None)
+SESSION = requests.Session()
+for prefix in ("http://", "https://"):
+    SESSION.mount(prefix, HTTPAdapter(max_retries=TRIES.new(raise_on_status=False), pool_maxsize=256))
 
 
 def words_of(text):
     text = unicodedata.normalize("NFC", text).lower()
-    words = SPACED.findall(UNSPACED.sub(" ", text))
+    words = regex.findall(r"[\w\p{M}]+", UNSPACED.sub(" ", text))
     for run in UNSPACED.findall(text):
         words += [*run] + [a + b for a, b in pairwise(run)]
     return words
@@ -300,8 +321,7 @@ class Corpus:  # `search` (BM25, k1 = 1.2, b = 0.75) and `visit` of documents in
                 postings.setdefault(word, []).append((k, n))
         self.postings = {word: torch.tensor(pairs).T for word, pairs in postings.items()}
 
-    async def search(self, query):
-        """The best documents, a line each: [id] and of its lines and sentences the one that fits best."""
+    async def search(self, query):  # the best documents: [id] and the line or sentence that fits best, each
         scores = torch.zeros(len(self.ids), dtype=torch.float64)
         idf = Counter()
         for word in dict.fromkeys(words_of(query)):
@@ -324,13 +344,6 @@ class Corpus:  # `search` (BM25, k1 = 1.2, b = 0.75) and `visit` of documents in
 def is_allowed(address):
     plain = re.fullmatch(r"https?://[^\s@/]+(/\S*)?", address) and address.isprintable()
     return plain and not re.search(BLOCKED, requests.utils.unquote(address).lower())
-
-
-# Nine tries of what may succeed later, in some five minutes or as long as Retry-After asks for.
-TRIES = Retry(8, backoff_factor=1.5, retry_after_max=300, status_forcelist=BUSY, allowed_methods=None)
-SESSION = requests.Session()
-for prefix in ("http://", "https://"):
-    SESSION.mount(prefix, HTTPAdapter(max_retries=TRIES.new(raise_on_status=False), pool_maxsize=256))
 
 
 def ask(name, url, read, variable="", body=None, told=(), final=UserError):
@@ -365,7 +378,7 @@ def result_lines(pairs):
 
 class Web:  # `search` by Serper's Google, `visit` by Jina's reader; their keys are in the environment
     def __init__(self, config):
-        self.config, self.seen = config, {}  # name -> text that was shown, to the end of the run
+        self.config, self.docs = config, {}  # name -> text that was shown, to the end of the run
 
     async def search(self, query):
         what = ("search", SEARCH, self.read, "SERPER_KEY_ID", {"q": query[:1000]}, (400,), ConnectionError)
@@ -375,10 +388,8 @@ class Web:  # `search` by Serper's Google, `visit` by Jina's reader; their keys 
         answer = json.loads(text)
         # Serper may leave `organic` out where it found nothing, but it always repeats the parameters.
         found = answer.get("organic", []) if "searchParameters" in answer else answer["organic"]
-        rows = [row for row in found if is_allowed(row["link"])][: self.config.top_k]
-        return result_lines(
-            [(row["link"], f"{row.get('title')}: {row.get('snippet') or ''}") for row in rows]
-        )
+        pairs = [(row["link"], f"{row.get('title')}: {row.get('snippet') or ''}") for row in found]
+        return result_lines([pair for pair in pairs if is_allowed(pair[0])][: self.config.top_k])
 
     async def visit(self, id):
         if not is_allowed(id):
@@ -389,26 +400,24 @@ class Web:  # `search` by Serper's Google, `visit` by Jina's reader; their keys 
 
 
 class Retriever(Web):  # `search` by a server that speaks Search-R1's /retrieve, `visit` of what that returned
+    visit = Corpus.visit
+
     async def search(self, query):
         body = {"queries": [query], "topk": self.config.top_k, "return_scores": True}
         what = ("--search-url", self.config.search_url, self.read, "", body, (400, 422))
         return await asyncio.to_thread(ask, *what)
 
-    def read(self, text):
-        """Documents as {"document": {...}, "score": ...} or bare, with or without id and title."""
+    def read(self, text):  # {"document": {...}, "score": ...} each or bare, with or without id and title
         pairs = []
         for row in json.loads(text)["result"][0][: self.config.top_k]:
             document = row.get("document", row)
             title = document.get("title")
-            contents = str(document.get("contents") or document.get("text") or title or "").strip()
-            name = str(document.get("id") or title or contents[:60])
-            while self.seen.setdefault(name, contents) != contents:  # another one of this name was shown
+            contents = f"{document.get('contents') or document.get('text') or title or ''}".strip()
+            name = f"{document.get('id') or title or contents[:60]}"
+            while self.docs.setdefault(name, contents) != contents:  # another one of this name was shown
                 name += "+"
             pairs.append((name, contents))
         return result_lines(pairs)
-
-    async def visit(self, id):
-        return self.seen.get(id, "Error: unknown page.")
 
 
 # ---- Rewards: functions (task, answer) -> float, async or plain --------------------------------------------
@@ -425,17 +434,10 @@ def answer_words(text):
     return [word for word in words if word not in ("a", "an", "the")]
 
 
-# At the start of a line or as a key of JSON; a remark may follow, but not the other word at once.
-VERDICT = r"(?im)(?:^\W*|[{,]\s*[\"'])correct[\"'*_`]*\s*[:\uff1a][\s\"'*_`]*(yes|no|true|false)\b"
-VERDICT += r"(?!\W{1,3}(?:or\W+)?(?:yes|no)\b)"
-
-
 async def judge(task, answer, model):
     """The verdict of a model at an OpenAI-compatible endpoint (API_BASE, API_KEY)."""
     texts = {"question": task.question, "reference": task.answer, "answer": answer[:1000]}
-    prompt = PROMPTS["judge"]["grade"] + json.dumps(texts, ensure_ascii=False).replace(
-        "<", "\\u003c"
-    )  # ends no chat turn
+    prompt = PROMPTS["judge"]["grade"] + json.dumps(texts, ensure_ascii=False).replace("<", r"\u003c")
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
     url = os.environ["API_BASE"].rstrip("/") + "/chat/completions"
     return await asyncio.to_thread(ask, "judge", url, read_verdict, "API_KEY", body)
@@ -444,23 +446,24 @@ async def judge(task, answer, model):
 def read_verdict(text):
     """1 or 0. ValueError: no verdict, or two that differ."""
     reply = json.loads(text)["choices"][0]["message"]["content"].rsplit("</think>", 1)[-1]
-    (verdict,) = {word.lower() in ("yes", "true") for word in re.findall(VERDICT, reply)}
+    # At the start of a line or as a key of JSON; a remark may follow, but not the other word at once.
+    pattern = r"(?im)(?:^\W*|[{,]\s*[\"'])correct[\"'*_`]*\s*[:\uff1a][\s\"'*_`]*(yes|no|true|false)\b"
+    words = re.findall(pattern + r"(?!\W{1,3}(?:or\W+)?(?:yes|no)\b)", reply)
+    (verdict,) = {word.lower() in ("yes", "true") for word in words}
     return float(verdict)
-
-
-REWARDS = {"exact_match": exact_match, "judge": judge}
 
 
 def open_world(config):
     """(tools, reward function) by the flags and the environment; tools None: each task's own documents."""
-    name = config.reward or ("judge" if config.tasks and os.environ.get("API_BASE") else "exact_match")
+    base = os.environ.get("API_BASE")
+    name = config.reward or ("judge" if config.tasks and base else "exact_match")
     on_web = config.tasks and not config.corpus and not config.search_url
     keys = ["API_BASE"] if name == "judge" else []
     keys += ["SERPER_KEY_ID", "JINA_API_KEYS"] if on_web else []
     missing = ", ".join(key for key in keys if not os.environ.get(key))
     expect(not missing, f"{missing}: expected in the environment; --corpus or --search-url search elsewhere")
-    fine = is_allowed(os.environ.get("API_BASE") or SEARCH)
-    expect(fine, "API_BASE: expected an http address, without a key in it")
+    if base:
+        expect(is_allowed(base), "API_BASE: expected an http address, without a key in it")
     reward = partial(judge, model=config.judge_model) if name == "judge" else REWARDS[name]
     tools = Web(config) if on_web else None
     if config.corpus:
@@ -468,26 +471,7 @@ def open_world(config):
     return (Retriever(config) if config.search_url else tools), reward
 
 
-# ---- Tools: async functions of the agent and of texts; the docstring is what the policy reads --------------
-async def search(agent, query):
-    """finds pages and shows one line of each"""
-    return await agent.tools.search(query)
-
-
-async def visit(agent, id):
-    """reads the page with that id"""
-    return await agent.tools.visit(id)
-
-
-async def delegate(agent, task):
-    """hands a subtask, completely described, to an assistant who knows nothing else"""
-    return await agent.fork(task)
-
-
-TOOLS = {"search": search, "visit": visit, "delegate": delegate}
-MALFORMED = ("", {})  # in the place of a call that cannot be read
-
-
+# ---- What the policy says: answers and calls ---------------------------------------------------------------
 def arguments_of(name):
     return list(inspect.signature(TOOLS[name]).parameters)[1:]
 
@@ -496,12 +480,10 @@ def parse_call(text):
     """(name, arguments) of the inside of one <tool_call>: JSON, or Qwen3.5's <function=name> with a
     <parameter=key>value</parameter> for each argument. The name of a tool that there is not is "unknown"."""
     xml = re.fullmatch(r"\s*<function=([\w-]+)>(.*)</function>\s*", text, re.S)
-    try:
-        if xml:
-            call = {"name": xml[1], "arguments": {}}
-            call["arguments"] |= re.findall(r"<parameter=([\w-]+)>(.*?)</parameter>", xml[2], re.S)
-        else:
-            call = json.loads(re.sub(r"^\s*```(json)?\s|```\s*$", "", text), strict=False)  # newlines pass
+    pairs = re.findall(r"<parameter=([\w-]+)>(.*?)</parameter>", text, re.S)
+    plain = re.sub(r"^\s*```(json)?\s|```\s*$", "", text)
+    try:  # in JSON, newlines inside of a text pass
+        call = {"name": xml[1], "arguments": dict(pairs)} if xml else json.loads(plain, strict=False)
         name, given = call["name"], call["arguments"]
         if name not in TOOLS:
             return "unknown", {}
@@ -534,15 +516,9 @@ def parse_turn(text, in_thought=False):
 
 
 # ---- Prompts and the chat template -------------------------------------------------------------------------
-# What structures a turn, whether or not the tokenizer has tokens for it.
-TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-MARKS = [*TAGS, "<think>", "</think>", "<answer>", "</answer>"]
-
-
+# A tokenizer's chat template, cut once into exact token pieces: `close` ends any turn, and the policy itself
+# samples its first id; `generation` opens the policy's turn; `cue` (M6) its answer as well.
 class Chat:
-    """A tokenizer's chat template, cut once into exact token pieces: `close` ends any turn, and the policy
-    itself samples its first id; `generation` opens the policy's turn; `cue` (M6) its answer as well."""
-
     def __init__(self, tokenizer, stops=None):
         self.tokenizer = tokenizer
         wanted = f"{tokenizer.name_or_path or 'the tokenizer'}: expected"
@@ -608,8 +584,7 @@ class Chat:
         ids = ids if speech == text else self.foreign(speech)
         return [i for i in ids if i not in self.control | {*self.stops}] if speech.strip() else []
 
-    def prompt(self, limits, role, forks, question):
-        """The head of a segment: the system prompt, which lists the tools, and the first user turn."""
+    def prompt(self, limits, role, forks, question):  # the system turn, with the tools, and a user turn
         names = [name for name in TOOLS if name != "delegate" or forks]
         tools = [f"{name}({', '.join(arguments_of(name))}): {TOOLS[name].__doc__}" for name in names]
         system = PROMPTS[limits.prompts][role].replace("{calls}", str(limits.max_parallel_calls))
@@ -648,10 +623,7 @@ def load_policy(source, max_context=0, dtype=torch.float32):
         sentence = f"--max-context {max_context}: expected at most {longest}, the positions of {source}"
         expect(max_context <= longest, sentence)
         slow = torch.cuda.is_available() and config.model_type.startswith("qwen3_5") and not find_spec("fla")
-        expect(
-            not slow,
-            f"--model {source}: expected pip install flash-linear-attention, without which it crawls",
-        )
+        expect(not slow, f"--model {source}: expected pip install flash-linear-attention, else it crawls")
         Chat(tokenizer)  # a template that will not do is refused before the weights are loaded
         options = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
         model, info = AutoModelForCausalLM.from_pretrained(source, **options)
@@ -662,25 +634,20 @@ def load_policy(source, max_context=0, dtype=torch.float32):
         raise
     except Exception as error:  # libraries have many words for weights that are torn or do not fit
         raise UserError(f"--model {source}: expected a model with its tokenizer ({error!r:.200})") from None
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    # It stays in eval mode, without dropout: log-probs of different forwards are compared.
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # in eval mode, as log-probs are compared
     return model.eval(), Chat(tokenizer, model.generation_config.eos_token_id)
 
 
-class HFEngine:
-    """All waiting requests in one left-padded KV-cache loop: for CPUs, and to check other engines against."""
-
+class HFEngine:  # all waiting requests in one left-padded KV-cache loop; other engines are checked against it
     def __init__(self, model, config):
         self.model, self.temperature = model, 1.0  # 0: greedy
         self.generator = torch.Generator(model.device)
+        self.reseed = self.generator.manual_seed
         self.waiting, self.runner = [], None  # requests of the next batch, and the task that samples it
 
     def load_weights(self, named_tensors):  # those of the trainer; tied ones may be missing
         unknown = self.model.load_state_dict(dict(named_tensors), strict=False).unexpected_keys
         expect(not unknown, f"--engine hf: expected weights of the same model, found {unknown}")
-
-    def reseed(self, seed):
-        self.generator.manual_seed(seed)
 
     def sleep(self):
         """It holds nothing that the update could need."""
@@ -704,19 +671,19 @@ class HFEngine:
         return self.sample(self.waiting)
 
     @torch.no_grad()
-    def sample(self, requests):
-        """requests: B tuples (ids, max_new_tokens, stop) -> B tuples (ids, log-probs, finish reason)."""
+    def sample(self, requests):  # B of (ids, max_new_tokens, stop) -> B of (ids, log-probs, finish reason)
         rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in requests]
         tokens_BT = pad_sequence(rows, batch_first=True, padding_side="left")
         mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         cache = DynamicCache(config=self.model.config)
         results = [([], [], "") for _ in requests]
+        scale = self.temperature or 1
         while not all(finish for _, _, finish in results):
             # A position is the number of real tokens before it, so padding changes nothing.
             positions_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)[:, -tokens_BT.shape[1] :]
             inputs = {"attention_mask": mask_BT, "position_ids": positions_BT, "past_key_values": cache}
             logits_BV = self.model(tokens_BT, **inputs, logits_to_keep=1).logits[:, -1].float()
-            logprobs_BV = (logits_BV / (self.temperature or 1)).log_softmax(-1)
+            logprobs_BV = (logits_BV / scale).log_softmax(-1)
             tokens_BT = logprobs_BV.argmax(-1, keepdim=True)
             if self.temperature:
                 tokens_BT = torch.multinomial(logprobs_BV.exp(), 1, generator=self.generator)
@@ -732,9 +699,7 @@ class HFEngine:
         return results
 
 
-class VLLMEngine:
-    """vLLM in this process, made of the model's config alone; its weights come by `load_weights`."""
-
+class VLLMEngine:  # vLLM in this process, made of the model's config; its weights come by `load_weights`
     def __init__(self, model, config):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vllm is imported
         from vllm import EngineArgs, LLMEngine, SamplingParams, _custom_ops
@@ -743,6 +708,7 @@ class VLLMEngine:
         _custom_ops._supports_onednn = False  # on a CPU it packs weights, which then cannot be replaced
         gpu = torch.cuda.is_available()
         self.temperature, self.seeds = 1.0, random.Random(0)
+        self.reseed = self.seeds.seed
         self.dtype = torch.bfloat16 if gpu else torch.float32
         # With ignore_eos nothing but `stop` ends a turn early; there is no top-p and no top-k.
         options = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "ignore_eos": True}
@@ -767,9 +733,6 @@ class VLLMEngine:
         model.config.save_pretrained(folder)
         with torch.random.fork_rng(devices=[]):  # vllm reseeds
             self.core = LLMEngine.from_engine_args(EngineArgs(str(folder), **options))
-
-    def reseed(self, seed):
-        self.seeds.seed(seed)
 
     def sleep(self):
         if torch.cuda.is_available():
@@ -806,97 +769,91 @@ class VLLMEngine:
         return list(drawn.token_ids), list(drawn.logprobs.logprobs), drawn.finish_reason
 
 
-ENGINES = {"hf": HFEngine, "vllm": VLLMEngine}
-
-
 # ---- The agent ---------------------------------------------------------------------------------------------
-class Agent:
-    """One trajectory in the making: the coroutines that run its sessions, and what they share."""
-
+class Agent:  # one trajectory in the making: the coroutines that run its sessions, and what they share
     def __init__(self, task, engine, chat, limits, tools):
         self.room = limits.room(chat, task)  # UserError: a prompt, a turn and a summary do not fit
         self.trajectory = Trajectory(task, chat.foreign(task.answer))
         self.engine, self.chat, self.limits, self.tools = engine, chat, limits, tools
         self.n_sessions = 0
 
-    def open_segment(self, prompt):
-        """The index of a new segment, with which a session begins."""
-        self.n_sessions += 1
-        self.trajectory.segments.append(Segment())
-        self.trajectory.segments[-1].append(prompt)
-        return len(self.trajectory.segments) - 1
-
-    async def sample_turn(self, segment, max_new_tokens):
-        """One turn of the policy, appended as drawn -> (sampled ids, finish reason)."""
+    async def sample_turn(self, segment, max_new_tokens):  # appended as drawn -> (ids, finish reason)
         segment.turns.append(len(segment.token_ids))
         segment.append(self.chat.generation)
         context = list(segment.token_ids)
         ids, logprobs, finish = await self.engine.generate(context, max_new_tokens, self.chat.stops)
         segment.append(ids, logprobs)
-        # The template's end of a turn follows, less its first id where the policy has drawn that.
-        segment.append(self.chat.close[1 if ids[-1] == self.chat.close[0] else 0 :])
+        drawn = ids[-1] == self.chat.close[0]  # the first id of the template's end of a turn
+        segment.append(self.chat.close[1:] if drawn else self.chat.close)
         return ids, finish
 
-    async def react(self, index, forks, max_turns):
-        """ReAct in one segment -> (answer, turns, context, truncated or malformed; the answer)."""
-        segment = self.trajectory.segments[index]
+    async def react(self, prompt, forks, max_turns):
+        """ReAct in a new segment -> (answer, turns, context, truncated or malformed; the answer)."""
+        trajectory, limits, chat = self.trajectory, self.limits, self.chat
+        self.n_sessions += 1
+        index = len(trajectory.segments)
+        segment = Segment()
+        segment.append(prompt)
+        trajectory.segments.append(segment)
         for _ in range(max_turns):
             if len(segment.token_ids) > self.room:
                 return "context", ""
-            ids, finish = await self.sample_turn(segment, self.limits.max_turn_tokens)
+            ids, finish = await self.sample_turn(segment, limits.max_turn_tokens)
             if finish == "length":
                 return "truncated", ""
-            answer, calls = parse_turn(self.chat.decode(ids), self.chat.in_thought)
+            answer, calls = parse_turn(chat.decode(ids), chat.in_thought)
             if answer:
                 return "answer", answer
             if MALFORMED in calls:
-                self.trajectory.malformed += 1
-                if self.trajectory.malformed >= MOST_MALFORMED:
+                trajectory.malformed += 1
+                if trajectory.malformed >= MOST_MALFORMED:
                     return "malformed", ""
-            await self.respond(index, calls, forks)
+            # The calls of a turn run at once. What they return is appended in their order, a user turn each.
+            allowed = calls[: limits.max_parallel_calls]
+            results = await asyncio.gather(*[self.call(forks, *call) for call in allowed])
+            room = limits.max_response_tokens // len(allowed) - len(chat.response([]))
+            over = chat.own("\n" + PROMPTS[limits.prompts]["over"])[:room]
+            for n, result in enumerate(results, 1):
+                text, session = result if isinstance(result, tuple) else (str(result), None)
+                note = over if n == len(allowed) and n < len(calls) else []
+                tokenise = partial(chat.foreign, text, room - len(note))
+                # A large page is tokenised in a thread, while the others go on.
+                ids = await asyncio.to_thread(tokenise) if len(text) > 50_000 else tokenise()
+                before = (index, len(segment.token_ids))
+                segment.append(chat.response(ids + note))
+                if session:  # M7: its gain is that of merging its result into the main context
+                    session.before = before
+                    session.after = (index, len(segment.token_ids))
+                    trajectory.sessions.append(session)
         return "turns", ""
 
-    async def respond(self, index, calls, forks):
-        """Run the calls of a turn at once, and append what they return in call order, a user turn each."""
-        segment = self.trajectory.segments[index]
-        allowed = calls[: self.limits.max_parallel_calls]
-        results = await asyncio.gather(*[self.call(forks, *call) for call in allowed])
-        room = self.limits.max_response_tokens // len(allowed) - len(self.chat.response([]))
-        notes = [[] for _ in allowed]
-        if len(calls) > len(allowed):
-            notes[-1] = self.chat.own("\n" + PROMPTS[self.limits.prompts]["over"])[:room]
-        for (text, session), note in zip(results, notes):
-            tokenise = partial(self.chat.foreign, text, room - len(note))
-            # A large page is tokenised in a thread, while the others go on.
-            ids = await asyncio.to_thread(tokenise) if len(text) > 50_000 else tokenise()
-            before = (index, len(segment.token_ids))
-            segment.append(self.chat.response(ids + note))
-            if session:  # M7: its gain is that of merging its result into the main context
-                session.before, session.after = before, (index, len(segment.token_ids))
-                self.trajectory.sessions.append(session)
-
     async def call(self, forks, name, arguments):
-        """-> (what a call returns, the session of the subagent that worked on it or None)."""
         if not name:
-            return PROMPTS[self.limits.prompts]["malformed"], None
+            return PROMPTS[self.limits.prompts]["malformed"]
         if name not in TOOLS or (name == "delegate" and not forks):
-            return "Error: unknown tool.", None
-        result = await TOOLS[name](self, **arguments)
-        return result if isinstance(result, tuple) else (str(result), None)
+            return "Error: unknown tool."
+        return await TOOLS[name](self, **arguments)
 
-    async def fork(self, task):
-        """A subagent session in a segment of its own. It cannot delegate in turn."""
+    async def search(self, query):
+        """finds pages and shows one line of each"""
+        return await self.tools.search(query)
+
+    async def visit(self, id):
+        """reads the page with that id"""
+        return await self.tools.visit(id)
+
+    async def fork(self, task):  # a subagent session in a segment of its own; it cannot delegate in turn
+        """hands a subtask, completely described, to an assistant who knows nothing else"""
         if self.n_sessions >= self.limits.max_sessions:
             return "Error: no sessions left."
         room = self.room - len(self.chat.prompt(self.limits, "subagent", False, []))
         prompt = self.chat.prompt(self.limits, "subagent", False, self.chat.foreign(task, room))
-        index = self.open_segment(prompt)
-        why, answer = await self.react(index, False, self.limits.max_subagent_turns)
+        index = len(self.trajectory.segments)
+        why, answer = await self.react(prompt, False, self.limits.max_subagent_turns)
         session = Session("subagent", index, 0, len(self.trajectory.segments[index].token_ids))
         return (answer if why == "answer" else NO_RESULT), session
 
-    async def compact(self, segment):
-        """A compact session, in the context that it summarises -> the summary's ids; []: it failed twice."""
+    async def compact(self, segment):  # in the context that it summarises -> its ids; []: it failed twice
         self.n_sessions += 1
         for name, share in (("compact", 1), ("shorter", 2)):
             segment.append(self.chat.instruction(self.limits, name))
@@ -906,18 +863,17 @@ class Agent:
                 return summary
         return []
 
-    async def run(self):
-        """Normal sessions, joined by compact ones in the modes that have them, until one of them is final."""
+    async def run(self):  # normal sessions, joined by compact ones in the modes that have them
         trajectory, limits = self.trajectory, self.limits
         turns_left = limits.max_turns
         summarising = summary = None
-        while True:
+        while summary != []:
             prompt = self.chat.main_prompt(limits, trajectory.task.question, summary)
-            index = self.open_segment(prompt)
+            index = len(trajectory.segments)
             if summarising:
                 summarising.after = (index, len(prompt))
+            trajectory.stop, trajectory.answer = await self.react(prompt, limits.mode in FORKING, turns_left)
             segment = trajectory.segments[index]
-            trajectory.stop, trajectory.answer = await self.react(index, limits.mode in FORKING, turns_left)
             turns_left -= len(segment.turns)
             full = len(segment.token_ids)
             trajectory.sessions.append(Session("normal", index, 0, full, (index, len(prompt)), (index, full)))
@@ -927,9 +883,13 @@ class Agent:
             summary = await self.compact(segment)
             summarising = Session("compact", index, full, len(segment.token_ids), (index, full))
             trajectory.sessions.append(summarising)
-            if not summary:
-                trajectory.stop = "truncated"
-                return
+        trajectory.stop = "truncated"
+
+
+# Tools are async functions of the agent and of texts; the docstring is what the policy reads.
+TOOLS = {"search": Agent.search, "visit": Agent.visit, "delegate": Agent.fork}
+REWARDS = {"exact_match": exact_match, "judge": judge}
+ENGINES = {"hf": HFEngine, "vllm": VLLMEngine}
 
 
 async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, judge=exact_match):
@@ -938,9 +898,11 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     judge: a reward function. Where they raise, there is no reward (ConnectionError: a service is down)."""
     limits = limits or Limits()
     limits = replace(limits, mode=mode or limits.mode)
-    expect(tools or task.docs, f"task {task.id!r}: expected tools, or documents of its own to search in")
+    if not tools:
+        expect(task.docs, f"task {task.id!r}: expected tools, or documents of its own to search in")
+        tools = Corpus(task.docs, limits.top_k)
     chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer)
-    agent = Agent(task, engine, chat, limits, tools or Corpus(task.docs, limits.top_k))
+    agent = Agent(task, engine, chat, limits, tools)
     trajectory = agent.trajectory
     try:
         await agent.run()
@@ -958,30 +920,11 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
 
 
 def roll_out(tasks, engine, chat, limits, tools=None, judge=exact_match, progress=""):
-    """One rollout per task, all at once -> trajectories in the tasks' order; `progress` names the bar."""
+    """One rollout per task, begun in their order -> trajectories in their order; `progress` names the bar."""
 
     async def all_of_them():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # most of them wait
-        rollouts = [rollout(task, engine, chat, "", limits, tools, judge) for task in tasks]
-        jobs = [asyncio.create_task(one) for one in rollouts]  # gather starts them in any order
+        jobs = [asyncio.create_task(rollout(task, engine, chat, "", limits, tools, judge)) for task in tasks]
         return await tqdm.gather(*jobs, desc=progress, leave=False, disable=None if progress else True)
 
     return asyncio.run(all_of_them())
-
-
-# ---- The offline world: tasks with documents of their own, and a tiny policy, as .world/make.py made them --
-def values_of(preset, mode):
-    """{field: value} in the place of a config's defaults: of a preset, or for a mode's tiny policy."""
-    own = WORLD / ("compaction" if mode == "single" else mode) / "limits.json"
-    return json.loads(own.read_text()) if preset == "toy" else PRESETS[preset]
-
-
-def policy_of(config):
-    """The folder of the policy: --model, or the tiny one of this mode. UserError: made for other limits."""
-    if config.model:
-        return config.model
-    require(config, "model", not config.tasks, "a model that can read --tasks")
-    for name, value in values_of("toy", config.mode).items():
-        made = f"{value}, for which the tiny policy was made, or --model with one by .world/make.py"
-        require(config, name, getattr(config, name) == value, made)
-    return str(WORLD / ("compaction" if config.mode == "single" else config.mode))
