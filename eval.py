@@ -58,13 +58,13 @@ def summarise(rows):
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 def score_gains(model, trajectories, cue, **options):
-    """Write Phi (M6) around every session but the final ones, and the gain (M7) of all."""
+    """Write Phi (M6) around every session but the final ones, and the gain (M7) of all, 0 without Phi."""
     phi.score_sessions(model, trajectories, cue, **options)
     for trajectory in trajectories:
-        # The final session has no Phi; and where it is not finite, there is no gain to speak of.
-        phi_N2 = [(session.phi_before, session.phi_after) for session in trajectory.sessions]
-        phi_N2 = [both if None not in both and math.isfinite(sum(both)) else (0, 0) for both in phi_N2]
-        gain_N = mosaic.information_gain([before for before, _ in phi_N2], [after for _, after in phi_N2])
+        before = [session.phi_before or 0.0 for session in trajectory.sessions]  # the final one has none
+        gain_N = mosaic.information_gain(
+            before, [session.phi_after or 0.0 for session in trajectory.sessions]
+        )
         for session, gain in zip(trajectory.sessions, gain_N.tolist()):
             session.gain = gain
 
@@ -115,34 +115,6 @@ def check_paths(model, chat, engine, config, task):
         expect(gap < (0.15 if torch.cuda.is_available() else 2e-4), sentence)  # bfloat16 on a GPU
 
 
-# ---- Reading -----------------------------------------------------------------------------------------------
-def show(path, line):
-    """Print a trajectory of a file with its sessions' credit; line 0: the last of those with the most."""
-    rows = harness.read_jsonl(path)
-    for where, row in rows:
-        expect({"question", "sessions"} <= row.keys(), f"--show {where}: expected the line of a trajectory")
-    expect(0 <= line <= len(rows), f"--line {line}: expected 1 to {len(rows)}")
-    where, row = rows[line - 1] if line else max(reversed(rows), key=lambda pair: len(pair[1]["sessions"]))
-    print(where)
-    for key in ("question", "reference", "answer", "reward", "stop"):
-        print(f"{key + ':':<11}{row[key]}")
-    final = row["sessions"][-1]
-    for j, session in enumerate(row["sessions"], 1):
-        # A fork is told before its main session, which ends later; it says where its result went.
-        merged = f", merged at token {session['before'][1]}" if session["kind"] == "subagent" else ""
-        words = [] if session["advantage"] is None else ["advantage {advantage:+.3f}"]
-        if session is final:
-            words.append("final, so no gain")
-        elif session["phi_before"] is not None:
-            words.append("Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats")
-        if session is not final and session["normalised"]:
-            dropped = ", which is not in its advantage" if session["advantage"] == final["advantage"] else ""
-            words.append("{normalised:+.2f} in its kind" + dropped)
-        credit = ", ".join(words).format(**session)
-        print(f"\n--- session {j}, {session['kind']}{merged}: {credit}")
-        print("      | " + session["text"].strip().replace("\n", "\n      | "))
-
-
 # ---- The program -------------------------------------------------------------------------------------------
 @dataclass
 class Config(Setup):  # flags of an evaluation
@@ -162,7 +134,7 @@ def make_config(given):
     run = Path(given.get("model", ""), "mosaic.json")
     if "like" in given:
         run = Path(given["like"], "config.json")
-        expect(run.exists(), f"--like {run.parent}: expected the folder of a run")
+        expect(run.exists(), f"--like {given['like']}: expected the folder of a run")
     if run.exists():
         values = json.loads(run.read_text())
     values = {name: value for name, value in values.items() if name in vars(Setup())}
@@ -171,13 +143,11 @@ def make_config(given):
 
 def run(argv):
     given = harness.parse_flags(Config, argv, __doc__)
-    if "show" in given:
-        return show(given["show"], given.get("line", 0))
-    if "compare" in given:
+    if "show" in given or "compare" in given:  # what a person needs, and no run does
         sys.path.insert(0, str(Path(__file__).parent / ".study"))
-        from compare import compare
+        from reading import compare, show
 
-        return compare(given["compare"])
+        return compare(given["compare"]) if "compare" in given else show(given["show"], given.get("line", 0))
     config = make_config(given)
     world = harness.open_world(config)
     offline = harness.WORLD / "held-out.jsonl"

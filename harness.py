@@ -49,8 +49,7 @@ COMPACTING = ("compaction", "both")
 FORKING = ("subagent", "both")
 MALFORMED = ("", {})  # in the place of a call that cannot be read
 MOST_MALFORMED = 4  # malformed turns of a trajectory at which its agent ends
-# What structures a turn, whether or not the tokenizer has tokens for it.
-TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]  # they structure a turn
 MARKS = [*TAGS, "<think>", "</think>", "<answer>", "</answer>"]
 # The least values of flags whose least is not 1, or for fractions just above 0.
 LEAST = dict.fromkeys("rho lam beta0 beta1 clip_low clip_high eval_tasks seed line".split(), 0)
@@ -163,9 +162,8 @@ class Limits:  # mode and budgets of a trajectory, as flags of train.py and eval
         need = len(chat.main_prompt(self, task.question, summary)) + reserve
         require(self, "max_context", need <= self.max_context, f"{need} or more for task {task.id!r}")
         need = self.max_parallel_calls * (len(chat.response([])) + 8)
-        require(
-            self, "max_response_tokens", need <= self.max_response_tokens, f"{need} or more for its calls"
-        )
+        fits = need <= self.max_response_tokens
+        require(self, "max_response_tokens", fits, f"{need} or more for --max-parallel-calls")
         return self.max_context - reserve
 
 
@@ -291,7 +289,6 @@ SEARCH = "https://google.serper.dev/search"
 READER = "https://r.jina.ai/"
 BUSY = [408, 409, 425, 429, *range(500, 600)]  # statuses after which the same request may succeed
 TIMEOUT = (10, 120)  # seconds to connect, and between two packets
-MAX_BYTES = 2**22
 # Pages that hold a benchmark's answers, and addresses that climb out of the reader's own.
 BLOCKED = r"browse[-_]?comp|/\.\.|\b(huggingface|hf|hf-mirror|modelscope|paperswithcode)\.(com?|cn)\b"
 # Nine tries of what may succeed later, in some five minutes or as long as Retry-After asks for.
@@ -356,7 +353,7 @@ def ask(name, url, read, variable="", body=None, told=(), final=UserError):
     for _ in range(3):
         try:
             with SESSION.request("POST" if body else "GET", url, json=body, stream=True, **options) as answer:
-                text = answer.raw.read(MAX_BYTES, decode_content=True).decode("utf-8", "replace")
+                text = answer.raw.read(2**22, decode_content=True).decode("utf-8", "replace")
         except HTTPError:  # the answer was cut short
             continue
         except Exception as error:  # critical: its text can hold the key, so nobody gets to see it
@@ -477,8 +474,7 @@ def arguments_of(name):
 
 
 def parse_call(text):
-    """(name, arguments) of the inside of one <tool_call>: JSON, or Qwen3.5's <function=name> with a
-    <parameter=key>value</parameter> for each argument. The name of a tool that there is not is "unknown"."""
+    """(name or "unknown", arguments) of the inside of a <tool_call>, JSON or Qwen3.5's XML; or MALFORMED."""
     xml = re.fullmatch(r"\s*<function=([\w-]+)>(.*)</function>\s*", text, re.S)
     pairs = re.findall(r"<parameter=([\w-]+)>(.*?)</parameter>", text, re.S)
     plain = re.sub(r"^\s*```(json)?\s|```\s*$", "", text)
@@ -595,14 +591,12 @@ class Chat:
         done = [] if summary is None else self.own(PROMPTS[limits.prompts]["summary"]) + summary
         return self.prompt(limits, "main", limits.mode in FORKING, self.foreign(question) + done)
 
-    def user(self, ids):
-        return self.user_open + ids + self.close
-
     def instruction(self, limits, name):
-        return self.user(self.own(PROMPTS[limits.prompts][name]))
+        return self.user_open + self.own(PROMPTS[limits.prompts][name]) + self.close
 
     def response(self, ids):
-        return self.user(self.own("<tool_response>\n") + ids + self.own("\n</tool_response>"))
+        framed = self.own("<tool_response>\n") + ids + self.own("\n</tool_response>")
+        return self.user_open + framed + self.close
 
 
 # ---- Engines -----------------------------------------------------------------------------------------------
@@ -614,19 +608,18 @@ def load_policy(source, max_context=0, dtype=torch.float32):
     logging.disable_progress_bar()
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # on a busy machine, two are several times slower than one
-    adapter = Path(source, "adapter_config.json").exists()
-    expect(not adapter, f"--model {source}: this is an adapter; merge it into its model first")
+    whole = not Path(source, "adapter_config.json").exists()
+    expect(whole, f"--model {source}: this is an adapter; merge it into its model first")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
         longest = getattr(config, "max_position_embeddings", None) or max_context
-        sentence = f"--max-context {max_context}: expected at most {longest}, the positions of {source}"
-        expect(max_context <= longest, sentence)
+        known = f"--max-context {max_context}: expected at most {longest}, its positions"
+        expect(max_context <= longest, known)
         slow = torch.cuda.is_available() and config.model_type.startswith("qwen3_5") and not find_spec("fla")
         expect(not slow, f"--model {source}: expected pip install flash-linear-attention, else it crawls")
         Chat(tokenizer)  # a template that will not do is refused before the weights are loaded
-        options = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
-        model, info = AutoModelForCausalLM.from_pretrained(source, **options)
+        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
         expect(not info["missing_keys"], f"--model {source}: expected weights of {info['missing_keys']} too")
         free = all(weight.requires_grad for weight in model.parameters())
         expect(free, f"--model {source}: some of its weights are frozen")
@@ -642,12 +635,13 @@ class HFEngine:  # all waiting requests in one left-padded KV-cache loop; other 
     def __init__(self, model, config):
         self.model, self.temperature = model, 1.0  # 0: greedy
         self.generator = torch.Generator(model.device)
-        self.reseed = self.generator.manual_seed
         self.waiting, self.runner = [], None  # requests of the next batch, and the task that samples it
 
     def load_weights(self, named_tensors):  # those of the trainer; tied ones may be missing
-        unknown = self.model.load_state_dict(dict(named_tensors), strict=False).unexpected_keys
-        expect(not unknown, f"--engine hf: expected weights of the same model, found {unknown}")
+        self.model.load_state_dict(dict(named_tensors), strict=False)
+
+    def reseed(self, seed):
+        self.generator.manual_seed(seed)
 
     def sleep(self):
         """It holds nothing that the update could need."""
@@ -677,13 +671,12 @@ class HFEngine:  # all waiting requests in one left-padded KV-cache loop; other 
         mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         cache = DynamicCache(config=self.model.config)
         results = [([], [], "") for _ in requests]
-        scale = self.temperature or 1
         while not all(finish for _, _, finish in results):
             # A position is the number of real tokens before it, so padding changes nothing.
             positions_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)[:, -tokens_BT.shape[1] :]
             inputs = {"attention_mask": mask_BT, "position_ids": positions_BT, "past_key_values": cache}
             logits_BV = self.model(tokens_BT, **inputs, logits_to_keep=1).logits[:, -1].float()
-            logprobs_BV = (logits_BV / scale).log_softmax(-1)
+            logprobs_BV = (logits_BV / (self.temperature if self.temperature else 1)).log_softmax(-1)
             tokens_BT = logprobs_BV.argmax(-1, keepdim=True)
             if self.temperature:
                 tokens_BT = torch.multinomial(logprobs_BV.exp(), 1, generator=self.generator)
@@ -708,7 +701,6 @@ class VLLMEngine:  # vLLM in this process, made of the model's config; its weigh
         _custom_ops._supports_onednn = False  # on a CPU it packs weights, which then cannot be replaced
         gpu = torch.cuda.is_available()
         self.temperature, self.seeds = 1.0, random.Random(0)
-        self.reseed = self.seeds.seed
         self.dtype = torch.bfloat16 if gpu else torch.float32
         # With ignore_eos nothing but `stop` ends a turn early; there is no top-p and no top-k.
         options = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "ignore_eos": True}
@@ -721,18 +713,20 @@ class VLLMEngine:  # vLLM in this process, made of the model's config; its weigh
         # Under torchrun each rank has a whole engine, and prompts, of its own.
         options["distributed_executor_backend"] = "external_launcher" if "RANK" in os.environ else None
         # A CPU cannot draw with a seed after a prompt in chunks.
+        options["kv_cache_memory_bytes"] = None if gpu else 1 << 29
         options |= {"enforce_eager": not gpu, "enable_sleep_mode": gpu, "enable_chunked_prefill": gpu}
         if gpu:  # asleep, it leaves the graphs' memory too; gdn's default needs a CUDA toolkit at run time
             options |= {"gpu_memory_utilization": config.engine_memory, "gdn_prefill_backend": "triton"}
             options["sleep_mode_offload_cudagraph"] = True
-        else:
-            options["kv_cache_memory_bytes"] = 1 << 29
         # A fixed folder for each rank: its path is part of the key of vLLM's compile cache.
         folder = Path(tempfile.gettempdir(), f"mosaic-engine-{os.getuid()}-{os.environ.get('RANK', 0)}")
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
         with torch.random.fork_rng(devices=[]):  # vllm reseeds
             self.core = LLMEngine.from_engine_args(EngineArgs(str(folder), **options))
+
+    def reseed(self, seed):
+        self.seeds.seed(seed)
 
     def sleep(self):
         if torch.cuda.is_available():
@@ -893,9 +887,8 @@ ENGINES = {"hf": HFEngine, "vllm": VLLMEngine}
 
 
 async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, judge=exact_match):
-    """One attempt at a Task -> Trajectory; mode goes before that of `limits`. UserError: it cannot be made.
-    tokenizer: or its Chat. tools: `async search(query)` and `async visit(id)`; None: of the task's documents.
-    judge: a reward function. Where they raise, there is no reward (ConnectionError: a service is down)."""
+    """One attempt at a Task -> Trajectory, without a reward where tools or judge raise. UserError: no room.
+    tokenizer: or its Chat. tools: `async search(query)` and `async visit(id)`; None: the task's documents."""
     limits = limits or Limits()
     limits = replace(limits, mode=mode or limits.mode)
     if not tools:

@@ -9,6 +9,8 @@ vocabulary. `options` of any function go to `token_logprobs`.
 Left out on purpose: packed rows and caches shared between rows, which are silently wrong on hybrid models.
 """
 
+import math
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -62,8 +64,7 @@ def token_logprobs(model, sequences, wanted=None, token_budget=16384, with_entro
                    forward=forward_logprobs, **options):  # fmt: skip
     """log pi(token t+1 | tokens ..t) in nats, with gradient: float32 [T-1] a sequence of ids [T], or only its
     entries where `wanted` (masks [T-1]) is True. with_entropy: (log-probs, entropies [n] in any order).
-    forward: train.py has its own. options: temperature=1.0; chunk=512, tokens whose logits are held at once.
-    ValueError: a sequence of one token, or a mask of another length."""
+    forward: train.py has its own. options: temperature=1.0; chunk=512, tokens that have logits at once."""
     if wanted is None:
         wanted = [[True] * (len(ids) - 1) for ids in sequences]
     for ids, mask in zip(sequences, wanted, strict=True):
@@ -101,9 +102,8 @@ def answer_logprob(model, contexts, answers, token_budget=16384, **options):
 
 def segment_potentials(model, segment_ids, positions, cue, answer, **options):
     """Phi of segment_ids[:p] + cue for every p of `positions`: [len(positions)] float32 on the CPU."""
-    for p in positions:
-        if not 0 <= p <= len(segment_ids):
-            raise ValueError(f"Phi needs positions that lie in the segment: {p} is past {len(segment_ids)}")
+    if not all(0 <= p <= len(segment_ids) for p in positions):
+        raise ValueError(f"Phi needs positions from 0 to {len(segment_ids)}, not {positions}")
     contexts = [[*segment_ids[:p], *cue] for p in positions]
     return answer_logprob(model, contexts, [answer] * len(contexts), **options)
 
@@ -115,13 +115,14 @@ def phi_at(model, places, cue, **options):  # of n places (trajectory, segment, 
 
 
 def score_sessions(model, trajectories, cue, **options):
-    """Write phi_before and phi_after into every session but the final one of each trajectory."""
+    """Write phi_before and phi_after into every session but the final one, where both are finite."""
     pairs = [(t, session) for t in trajectories for session in t.sessions[:-1]]
     places = [(t, *edge) for t, session in pairs for edge in (session.before, session.after)]
     phi_2n = phi_at(model, places, cue, **options).tolist()
     for (_, session), before, after in zip(pairs, phi_2n[::2], phi_2n[1::2]):
-        session.phi_before = before
-        session.phi_after = after
+        if math.isfinite(before + after):
+            session.phi_before = before
+            session.phi_after = after
 
 
 def turn_probabilities(model, trajectories, cue, **options):

@@ -53,9 +53,7 @@ def random_groups():
         scale = rng.choice((0.02, 1, 1, 1e-8))
         size = rng.randint(1, 8)
         kinds = [rng.choices(mosaic.KINDS, k=rng.randint(0, 4)) + ["normal"] for _ in range(size)]
-        gains = []
-        for names in kinds:
-            gains.append([0.3 + scale * rng.gauss(0, 1) for _ in names[1:]] + [0.0])
+        gains = [[rng.gauss(0.3, scale) for _ in names[1:]] + [0.0] for names in kinds]
         yield [int(rng.random() < luck) for _ in kinds], kinds, gains
 
 

@@ -98,8 +98,7 @@ RANK = int(os.environ.get("RANK", 0))
 N_RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
 
-def from_all(items):
-    """The items of all ranks, in the order of the ranks."""
+def from_all(items):  # those of all ranks, in the order of the ranks
     parts = [items] * N_RANKS
     if SHARDED:
         dist.all_gather_object(parts, items)
@@ -181,8 +180,11 @@ def loss_of(model, part, config, sums):
     loss = mosaic.policy_loss(logprobs_T, old_T, advantages_T, weights_T, config.clip_low, config.clip_high)
     change_T = logprobs_T.detach() - old_T
     outside_T = (change_T.exp() < 1 - config.clip_low) | (change_T.exp() > 1 + config.clip_high)
-    sums.update(loss=loss.item(), tokens=len(change_T), gap=change_T.abs().sum().item())
-    sums.update(entropy=entropy_T.sum().item(), clip_fraction=outside_T.sum().item())
+    sums["loss"] += loss.item()
+    sums["tokens"] += len(change_T)
+    sums["gap"] += change_T.abs().sum().item()
+    sums["entropy"] += entropy_T.sum().item()
+    sums["clip_fraction"] += outside_T.sum().item()
     return loss
 
 
@@ -213,7 +215,8 @@ def update(model, optimizer, trajectories, step, config):
             expect(same, f"--parity-tolerance: engine and trainer differ by {gap:.2g} nats a token")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm = (norm.full_tensor() if SHARDED else norm).item()
-        totals.update(grad_norm=norm / n_minibatches, skipped=not math.isfinite(norm))
+        totals["grad_norm"] += norm / n_minibatches
+        totals["skipped"] += not math.isfinite(norm)
         if math.isfinite(norm):  # a broken minibatch must not spoil the weights of a run of days
             optimizer.step()
         optimizer.zero_grad()
@@ -226,6 +229,11 @@ def update(model, optimizer, trajectories, step, config):
 QUIET = True if RANK else None  # of progress bars; None: they show on a terminal
 LOGS = ("metrics.jsonl", "trajectories.jsonl")
 WHOLE = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def write_json(path, row):  # aside, then renamed: a file of this name is always whole
+    path.with_suffix(".aside").write_text(json.dumps(row, indent=1))
+    path.with_suffix(".aside").rename(path)
 
 
 def split_tasks(config):
@@ -263,7 +271,8 @@ def set_up(config):
     for task in [*tasks, *held_out]:
         config.room(chat, task)  # UserError: it does not fit
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(vars(config), indent=1))
+    if RANK == 0:
+        write_json(out / "config.json", vars(config))
     # HFEngine draws from the trainer's own model, unless that is sharded; VLLMEngine reads its config only.
     own = harness.load_policy(source)[0] if SHARDED and config.engine == "hf" else model
     engine = harness.ENGINES[config.engine](own, config)
@@ -335,7 +344,7 @@ def evaluate_held_out(run, when, step):
     if RANK == 0:
         file = run.out / "eval.json"
         results = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(results | {when: row}, indent=1))
+        write_json(file, results | {when: row})
         greedy = "" if run.config.tasks else " (greedy {accuracy_greedy:.3f})"
         text = "accuracy {accuracy:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]" + greedy
         tqdm.write(f"{when:>6}: {text}, {{sessions:.2f}} sessions, n {{n}}".format(**row))
@@ -355,8 +364,7 @@ def train(config):
         run.engine.reseed((config.seed * 1_000_003 + step) * N_RANKS + RANK)
         clock["sync"] = time.perf_counter()
 
-        # 1, 2. A group of trajectories per task, each with its reward.
-        # Which tasks is a function of the step alone, so that resuming is exact.
+        # 1, 2. A group of trajectories per task, each with its reward. The step alone says which tasks.
         places = range(step * config.tasks_per_step, (step + 1) * config.tasks_per_step)[RANK::N_RANKS]
         tasks = [run.tasks[k % len(run.tasks)] for k in places for _ in range(config.group_size)]
         rolled = harness.roll_out(tasks, run.engine, run.chat, config, *run.world, "" if RANK else "rollouts")
@@ -408,8 +416,7 @@ def groups_of(run, rolled, step):
         raise UserError(f"step {step} lost most of its rollouts to {dict(Counter(stops))}; --resume goes on")
     groups = []
     for k in range(0, len(rolled), run.config.group_size):
-        group = rolled[k : k + run.config.group_size]
-        groups.append([trajectory for trajectory in group if trajectory.reward is not None])
+        groups.append([t for t in rolled[k : k + run.config.group_size] if t.reward is not None])
     return [group for group in groups if group]
 
 

@@ -277,10 +277,10 @@ def test_a_rollout_that_raises_is_dropped_and_shown(tmp_path):
     real = harness.Agent.call
     calls = count()
 
-    async def fails_at_times(self, forks, call):
+    async def fails_at_times(self, *call):
         if next(calls) % 60 == 7:
             raise KeyError("a bug of a tool")
-        return await real(self, forks, call)
+        return await real(self, *call)
 
     def patch():
         harness.Agent.call = fails_at_times
@@ -307,7 +307,7 @@ def test_where_all_rollouts_raise_the_run_ends_with_a_sentence_and_can_be_resume
     code, said = run(FLAGS, out, patch)
     assert code == 2
     assert "a bug of the engine" in said
-    assert re.search(r"train.py: error: step 2 lost .*'error': 8.* of 8", said.splitlines()[-1])
+    assert re.search(r"train.py: error: step 2 lost .*'error': 8", said.splitlines()[-1])
     assert run(RESUME, out) == (0, "")
     assert left_behind(out) == whole
 
@@ -337,7 +337,7 @@ def test_a_step_that_lost_more_than_half_ends_the_run_with_a_checkpoint_of_those
     flags = FLAGS.replace("--checkpoint-every 2", "--checkpoint-every 9")
     code, said = run(flags, out, losing(5))
     assert code == 2
-    assert re.search(r"error: step 1 lost .*'infra': 5.* of 8", said)
+    assert re.search(r"error: step 1 lost .*'infra': 5", said)
     assert column(out, "step") == [0]
     assert torch.load(out / "checkpoint/trainer.pt", weights_only=True)["step"] == 1
     assert run("--resume " + flags, out) == (0, "")
@@ -451,7 +451,7 @@ def test_a_service_that_is_down_ends_the_run_and_resume_goes_on(down, world, tmp
     world.server.answer = answer
     code, said = own_run(world, tmp_path, patch)
     assert code == 2
-    assert re.search(r"step 1 lost .*'infra': \d.* of 8", said.splitlines()[-1])
+    assert re.search(r"step 1 lost .*'infra': \d", said.splitlines()[-1])
     assert "Traceback" not in said
     assert torch.load(out / "checkpoint/trainer.pt", weights_only=True)["step"] == 1
     world.down = ""
@@ -519,7 +519,7 @@ def test_an_evaluation_keeps_the_file_that_stood_in_its_place(tmp_path):
 
 
 def test_a_phi_that_fails_costs_an_evaluation_no_answers(tmp_path, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(phi, "score_sessions", fail)

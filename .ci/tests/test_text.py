@@ -240,7 +240,16 @@ def test_pieces_of_a_template_make_its_own_chat():
     turns = [{"role": "system", "content": system}, {"role": "user", "content": "Who?"}]
     turns += [{"role": "assistant", "content": "Mira."}, {"role": "user", "content": "Sure?"}]
     whole = tok.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    ours = prompt + chat.generation + reply + chat.close[1:] + chat.user(chat.own("Sure?")) + chat.generation
+    ours = (
+        prompt
+        + chat.generation
+        + reply
+        + chat.close[1:]
+        + chat.user_open
+        + chat.own("Sure?")
+        + chat.close
+        + chat.generation
+    )
     assert chat.decode(ours) == whole
 
 

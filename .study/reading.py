@@ -1,4 +1,5 @@
-"""Arms of finished runs in one table, by seed: means with t-intervals, and differences to the first arm.
+"""Reading what runs have left: a trajectory with the credit of its sessions, and a table of arms.
+python eval.py --show runs/compaction-mosaic-0/trajectories.jsonl
 python eval.py --compare runs/compaction-mosaic-* runs/compaction-broadcast-*
 """
 
@@ -7,8 +8,39 @@ import math
 from pathlib import Path
 from statistics import fmean, stdev
 
+import harness
 from harness import expect
 
+
+# ---- A trajectory ------------------------------------------------------------------------------------------
+def show(path, line):
+    """Print a trajectory of a file with its sessions' credit; line 0: the last of those with the most."""
+    rows = harness.read_jsonl(path)
+    for where, row in rows:
+        expect({"question", "sessions"} <= row.keys(), f"--show {where}: expected the line of a trajectory")
+    expect(0 <= line <= len(rows), f"--line {line}: expected 1 to {len(rows)}")
+    where, row = rows[line - 1] if line else max(reversed(rows), key=lambda pair: len(pair[1]["sessions"]))
+    print(where)
+    for key in ("question", "reference", "answer", "reward", "stop"):
+        print(f"{key + ':':<11}{row[key]}")
+    final = row["sessions"][-1]
+    for j, session in enumerate(row["sessions"], 1):
+        # A fork is told before its main session, which ends later; it says where its result went.
+        merged = f", merged at token {session['before'][1]}" if session["kind"] == "subagent" else ""
+        words = [] if session["advantage"] is None else ["advantage {advantage:+.3f}"]
+        if session is final:
+            words.append("final, so no gain")
+        elif session["phi_before"] is not None:
+            words.append("Phi {phi_before:.3f} -> {phi_after:.3f}, gain {gain:+.3f} nats")
+        if session is not final and session["normalised"]:
+            dropped = ", which is not in its advantage" if session["advantage"] == final["advantage"] else ""
+            words.append("{normalised:+.2f} in its kind" + dropped)
+        credit = ", ".join(words).format(**session)
+        print(f"\n--- session {j}, {session['kind']}{merged}: {credit}")
+        print("      | " + session["text"].strip().replace("\n", "\n      | "))
+
+
+# ---- Arms --------------------------------------------------------------------------------------------------
 # Student's t at 0.975 with 1, 2, ... degrees of freedom; for more of them the last one, which is too wide.
 T95 = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131".split()
 COMPARED = "accuracy accuracy_greedy sessions sessions_success sessions_failure positive_ig".split()
