@@ -62,10 +62,8 @@ def score_gains(model, trajectories, cue, **options):
     phi.score_sessions(model, trajectories, cue, **options)
     for trajectory in trajectories:
         before = [session.phi_before or 0.0 for session in trajectory.sessions]  # the final one has none
-        gain_N = mosaic.information_gain(
-            before, [session.phi_after or 0.0 for session in trajectory.sessions]
-        )
-        for session, gain in zip(trajectory.sessions, gain_N.tolist()):
+        after = [session.phi_after or 0.0 for session in trajectory.sessions]
+        for session, gain in zip(trajectory.sessions, mosaic.information_gain(before, after).tolist()):
             session.gain = gain
 
 
@@ -144,7 +142,7 @@ def make_config(given):
 def run(argv):
     given = harness.parse_flags(Config, argv, __doc__)
     if "show" in given or "compare" in given:  # what a person needs, and no run does
-        sys.path.insert(0, str(Path(__file__).parent / ".study"))
+        sys.path.insert(0, str(Path(__file__).parent / ".tools"))
         from reading import compare, show
 
         return compare(given["compare"]) if "compare" in given else show(given["show"], given.get("line", 0))

@@ -162,8 +162,7 @@ class Limits:  # mode and budgets of a trajectory, as flags of train.py and eval
         need = len(chat.main_prompt(self, task.question, summary)) + reserve
         require(self, "max_context", need <= self.max_context, f"{need} or more for task {task.id!r}")
         need = self.max_parallel_calls * (len(chat.response([])) + 8)
-        fits = need <= self.max_response_tokens
-        require(self, "max_response_tokens", fits, f"{need} or more for --max-parallel-calls")
+        require(self, "max_response_tokens", need <= self.max_response_tokens, f"{need} or more for calls")
         return self.max_context - reserve
 
 
@@ -184,7 +183,7 @@ class Setup(Limits):  # what answers which questions, with what: further flags o
 
     def __post_init__(self):
         super().__post_init__()
-        if self.engine != "hf":
+        if self.engine != "hf" and not vars(self).get("dry_run"):
             require(self, "engine", find_spec("vllm"), "pip install vllm==0.32.0")
         if self.corpus:
             require(self, "corpus", self.tasks, "--tasks too")
@@ -289,6 +288,7 @@ SEARCH = "https://google.serper.dev/search"
 READER = "https://r.jina.ai/"
 BUSY = [408, 409, 425, 429, *range(500, 600)]  # statuses after which the same request may succeed
 TIMEOUT = (10, 120)  # seconds to connect, and between two packets
+MAX_BYTES = 2**22
 # Pages that hold a benchmark's answers, and addresses that climb out of the reader's own.
 BLOCKED = r"browse[-_]?comp|/\.\.|\b(huggingface|hf|hf-mirror|modelscope|paperswithcode)\.(com?|cn)\b"
 # Nine tries of what may succeed later, in some five minutes or as long as Retry-After asks for.
@@ -353,7 +353,7 @@ def ask(name, url, read, variable="", body=None, told=(), final=UserError):
     for _ in range(3):
         try:
             with SESSION.request("POST" if body else "GET", url, json=body, stream=True, **options) as answer:
-                text = answer.raw.read(2**22, decode_content=True).decode("utf-8", "replace")
+                text = answer.raw.read(MAX_BYTES, decode_content=True).decode("utf-8", "replace")
         except HTTPError:  # the answer was cut short
             continue
         except Exception as error:  # critical: its text can hold the key, so nobody gets to see it
@@ -608,21 +608,18 @@ def load_policy(source, max_context=0, dtype=torch.float32):
     logging.disable_progress_bar()
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # on a busy machine, two are several times slower than one
-    whole = not Path(source, "adapter_config.json").exists()
-    expect(whole, f"--model {source}: this is an adapter; merge it into its model first")
+    expect(not Path(source, "adapter_config.json").exists(), f"--model {source}: merge this adapter first")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
         longest = getattr(config, "max_position_embeddings", None) or max_context
-        known = f"--max-context {max_context}: expected at most {longest}, its positions"
-        expect(max_context <= longest, known)
+        expect(max_context <= longest, f"--max-context {max_context}: expected at most {longest}")
         slow = torch.cuda.is_available() and config.model_type.startswith("qwen3_5") and not find_spec("fla")
         expect(not slow, f"--model {source}: expected pip install flash-linear-attention, else it crawls")
         Chat(tokenizer)  # a template that will not do is refused before the weights are loaded
         model, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
         expect(not info["missing_keys"], f"--model {source}: expected weights of {info['missing_keys']} too")
-        free = all(weight.requires_grad for weight in model.parameters())
-        expect(free, f"--model {source}: some of its weights are frozen")
+        expect(all(w.requires_grad for w in model.parameters()), f"--model {source}: some weights are frozen")
     except UserError:
         raise
     except Exception as error:  # libraries have many words for weights that are torn or do not fit

@@ -9,8 +9,6 @@ vocabulary. `options` of any function go to `token_logprobs`.
 Left out on purpose: packed rows and caches shared between rows, which are silently wrong on hybrid models.
 """
 
-import math
-
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -120,7 +118,7 @@ def score_sessions(model, trajectories, cue, **options):
     places = [(t, *edge) for t, session in pairs for edge in (session.before, session.after)]
     phi_2n = phi_at(model, places, cue, **options).tolist()
     for (_, session), before, after in zip(pairs, phi_2n[::2], phi_2n[1::2]):
-        if math.isfinite(before + after):
+        if abs(before + after) < float("inf"):
             session.phi_before = before
             session.phi_after = after
 

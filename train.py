@@ -11,6 +11,7 @@ import math
 import os
 import random
 import shutil
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ from harness import HfArg, Segment, Setup, UserError, expect, require
 # ---- Config ------------------------------------------------------------------------------------------------
 @dataclass
 class Config(Setup):  # one run; the fields of Limits and Setup (harness.py) are flags too
-    preset: Literal["", "toy", "own", "paper"] = HfArg(default="", help="empty: own with --tasks, else toy")
+    preset: Literal["", "toy", "own", "one-gpu", "paper"] = HfArg(default="", help="empty: toy, or own tasks")
+    dry_run: bool = HfArg(default=False, help="check data, keys and prompts, print the plan, load no weights")
     advantage: str = HfArg(default="mosaic", help="the credit, an entry of mosaic.ADVANTAGES")
     session_aware: bool = HfArg(default=True, help="trajectory level of Mosaic, M4 and M5; without it M1")
     shaping: bool = HfArg(default=True, help="session level of Mosaic, M7 to M10")
@@ -70,7 +72,7 @@ class Config(Setup):  # one run; the fields of Limits and Setup (harness.py) are
         require(self, "minibatches", self.minibatches <= most, f"at most the {most} trajectories of a step")
         known = mosaic.ADVANTAGES
         require(self, "advantage", self.advantage in known, f"one of {', '.join(known)}")
-        if self.preset == "paper":
+        if self.preset == "paper" and not self.dry_run:
             require(self, "preset", torch.cuda.is_available(), "a GPU")
 
 
@@ -352,6 +354,11 @@ def evaluate_held_out(run, when, step):
 
 # ---- The main loop -----------------------------------------------------------------------------------------
 def train(config):
+    if config.dry_run:
+        sys.path.insert(0, str(Path(__file__).parent / ".tools"))
+        from planning import plan
+
+        return plan(config, *split_tasks(config))
     run, step = set_up(config)
     if step == 0:
         save_checkpoint(run, step)

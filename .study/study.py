@@ -20,8 +20,8 @@ from statistics import fmean
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import compare
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".tools"))
+import reading
 
 import harness
 import mosaic
@@ -132,13 +132,13 @@ def t_interval(values):
     n = len(values)
     if n < 2:
         return values.mean(0), torch.full_like(values[0], math.nan)
-    quantile = float(compare.T95[min(n - 1, len(compare.T95)) - 1])
+    quantile = float(reading.T95[min(n - 1, len(reading.T95)) - 1])
     return values.mean(0), quantile * values.std(0) / math.sqrt(n)
 
 
 def cell(values):
     """A cell of the table; seeds for which there is nothing to average are left out."""
-    return compare.t_interval([value for value in values if value is not None])
+    return reading.t_interval([value for value in values if value is not None])
 
 
 def bootstrap(gap_SQ):

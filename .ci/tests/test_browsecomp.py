@@ -19,7 +19,7 @@ def encrypted(text: str, canary: str) -> str:
 
 def convert(folder, rows: str):
     (folder / "b.csv").write_text(rows)
-    command = [sys.executable, str(ROOT / ".study/browsecomp.py"), "b.csv", "b.jsonl"]
+    command = [sys.executable, str(ROOT / ".tools/browsecomp.py"), "b.csv", "b.jsonl"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 

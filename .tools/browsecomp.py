@@ -1,5 +1,5 @@
 """BrowseComp's CSV as JSONL for --tasks: base64, XOR with SHA-256 of the canary.
-    python .study/browsecomp.py browse_comp_test_set.csv browsecomp.jsonl
+    python .tools/browsecomp.py browse_comp_test_set.csv browsecomp.jsonl
 Keep the result to yourself: its makers encrypted it so that no model trains on it.
 """
 
