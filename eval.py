@@ -68,9 +68,8 @@ def score_gains(model, trajectories, cue, **options):
 
 
 def evaluate(tasks, engine, chat, config, world, out, scorer=None, batch=512, wake=lambda: None):
-    """One rollout per task, `batch` of them at a time, and a line for each in `out` -> the figures.
-    world: (tools, judge). scorer: the model whose Phi gives the gains; None: no gains. wake() gives the
-    engine its weights, if it is asleep. A task that has a line with a reward in `out` is not asked again."""
+    """A rollout and a line of `out` for each task that has none with a reward there -> the figures of all.
+    world: (tools, judge). scorer: whose Phi gives the gains, or None. wake() gives the engine its weights."""
     old = harness.read_jsonl(out) if out.exists() else []
     rows = {row["id"]: row for _, row in old if row["reward"] is not None}
     left = [task for task in tasks if task.id not in rows]
@@ -99,9 +98,10 @@ def evaluate(tasks, engine, chat, config, world, out, scorer=None, batch=512, wa
 
 def check_paths(model, chat, engine, config, task):
     """Log-probs of some drawn tokens by the engine, phi.py and the model itself. UserError: they differ."""
-    engine.temperature = 1.0
+    probe = harness.HFEngine(model, config) if config.engine == "hf" else engine  # it holds this very model
+    probe.temperature = 1.0
     prompt = chat.main_prompt(config, task.question)
-    drawn, engine_logprobs, _ = asyncio.run(engine.generate(prompt, min(24, config.max_turn_tokens), []))
+    drawn, engine_logprobs, _ = asyncio.run(probe.generate(prompt, min(24, config.max_turn_tokens), []))
     ids = torch.tensor([prompt + drawn], device=model.device)
     with torch.no_grad():
         own_T = model(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].cpu()

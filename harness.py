@@ -4,8 +4,7 @@
     subagent   a delegated subtask, worked on in a fresh context; the text it returns is the tool's result
 A segment is one linear token sequence. It grows by the ids that the policy sampled and by those of the turns
 around them. Foreign text (questions, pages, reports) cannot produce a token that structures a turn.
-Shapes: T tokens of a segment, B requests that are sampled together, V vocabulary.
-Left out on purpose: sandboxes, paging through a page, subagents of subagents.
+Shapes: T tokens of a segment, B requests sampled together, V vocabulary. Left out: sandboxes, nested forks.
 """
 
 import asyncio
@@ -629,8 +628,8 @@ def load_policy(source, max_context=0, dtype=torch.float32):
 
 
 class HFEngine:  # all waiting requests in one left-padded KV-cache loop; other engines are checked against it
-    def __init__(self, model, config):
-        self.model, self.temperature = model, 1.0  # 0: greedy
+    def __init__(self, model, config, temperature=1.0):  # 0: greedy
+        self.model, self.temperature = model, temperature
         self.generator = torch.Generator(model.device)
         self.waiting, self.runner = [], None  # requests of the next batch, and the task that samples it
 
@@ -652,10 +651,9 @@ class HFEngine:  # all waiting requests in one left-padded KV-cache loop; other 
         return (await asyncio.shield(self.runner))[place]  # one who is cancelled must not stop the others
 
     async def sample_waiting(self):
-        # Between an answer and the next request a rollout takes some five turns of the event loop: after
-        # twenty quiet ones, all that wait for no service have asked. The loop's order is deterministic.
+        # From an answer to the next request a rollout takes some five turns of the loop, in a fixed order.
         quiet = seen = 0
-        while quiet < 20:
+        while quiet < 20:  # then all that wait for no service have asked
             await asyncio.sleep(0)
             quiet = quiet + 1 if len(self.waiting) == seen else 0
             seen = len(self.waiting)
@@ -690,14 +688,14 @@ class HFEngine:  # all waiting requests in one left-padded KV-cache loop; other 
 
 
 class VLLMEngine:  # vLLM in this process, made of the model's config; its weights come by `load_weights`
-    def __init__(self, model, config):
+    def __init__(self, model, config, temperature=1.0):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vllm is imported
         from vllm import EngineArgs, LLMEngine, SamplingParams, _custom_ops
         from vllm.sampling_params import RequestOutputKind
 
         _custom_ops._supports_onednn = False  # on a CPU it packs weights, which then cannot be replaced
         gpu = torch.cuda.is_available()
-        self.temperature, self.seeds = 1.0, random.Random(0)
+        self.temperature, self.seeds = temperature, random.Random(0)
         self.dtype = torch.bfloat16 if gpu else torch.float32
         # With ignore_eos nothing but `stop` ends a turn early; there is no top-p and no top-k.
         options = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "ignore_eos": True}

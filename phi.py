@@ -98,25 +98,26 @@ def answer_logprob(model, contexts, answers, token_budget=16384, **options):
     return torch.tensor([phi_of[pair] for pair in pairs])
 
 
+def potentials(model, requests, cue, token_budget=16384, **options):
+    """Phi of segment_ids[:p] + cue for requests (segment_ids, p, answer): [n] float32 on the CPU."""
+    if not all(0 <= p <= len(ids) for ids, p, _ in requests):
+        raise ValueError("Phi needs positions that lie in their segment")
+    contexts = [[*ids[:p], *cue] for ids, p, _ in requests]
+    return answer_logprob(model, contexts, [answer for _, _, answer in requests], token_budget, **options)
+
+
 def segment_potentials(model, segment_ids, positions, cue, answer, **options):
     """Phi of segment_ids[:p] + cue for every p of `positions`: [len(positions)] float32 on the CPU."""
-    if not all(0 <= p <= len(segment_ids) for p in positions):
-        raise ValueError(f"Phi needs positions from 0 to {len(segment_ids)}, not {positions}")
-    contexts = [[*segment_ids[:p], *cue] for p in positions]
-    return answer_logprob(model, contexts, [answer] * len(contexts), **options)
+    return potentials(model, [(segment_ids, p, answer) for p in positions], cue, **options)
 
 
 # ---- Phi of trajectories (M7), of which only the fields are known here -------------------------------------
-def phi_at(model, places, cue, **options):  # of n places (trajectory, segment, position) -> [n] on the CPU
-    contexts = [t.segments[segment].token_ids[:position] + cue for t, segment, position in places]
-    return answer_logprob(model, contexts, [t.reference_ids for t, _, _ in places], **options)
-
-
 def score_sessions(model, trajectories, cue, **options):
     """Write phi_before and phi_after into every session but the final one, where both are finite."""
     pairs = [(t, session) for t in trajectories for session in t.sessions[:-1]]
     places = [(t, *edge) for t, session in pairs for edge in (session.before, session.after)]
-    phi_2n = phi_at(model, places, cue, **options).tolist()
+    requests = [(t.segments[k].token_ids, position, t.reference_ids) for t, k, position in places]
+    phi_2n = potentials(model, requests, cue, **options).tolist()
     for (_, session), before, after in zip(pairs, phi_2n[::2], phi_2n[1::2]):
         if abs(before + after) < float("inf"):
             session.phi_before = before
@@ -126,6 +127,8 @@ def score_sessions(model, trajectories, cue, **options):
 def turn_probabilities(model, trajectories, cue, **options):
     """For IGPO: exp(Phi) where each turn of the main agent begins, and the last of them again, since the last
     turn earns the outcome and what follows it is never used -> rows [turns + 1]."""
-    places = [(t, segment, start) for t in trajectories for segment, start, _ in t.main_turns()]
-    rows = phi_at(model, places, cue, **options).exp().split([len(t.main_turns()) for t in trajectories])
+    places = [(t, k, start) for t in trajectories for k, start, _ in t.main_turns()]
+    requests = [(t.segments[k].token_ids, start, t.reference_ids) for t, k, start in places]
+    lengths = [len(t.main_turns()) for t in trajectories]
+    rows = potentials(model, requests, cue, **options).exp().split(lengths)
     return [torch.cat([row, row[-1:]]) for row in rows]
