@@ -1,8 +1,8 @@
 """How long an engine waits for the harness: PYTHONPATH=. python .ci/idle.py
 
-16 rollouts search 50,000 documents of 100 words and read pages of 500,000 characters. The engine draws a token
-for all that wait in 20 ms, and knows how long it was kept from its next step though somebody waited. Each row is
-this project's harness with one part more made slow again: pages tokenised on the event loop, a search that scans.
+16 rollouts search 50,000 documents of 100 words and read pages of 500,000 characters. The engine draws a
+token for all that wait in 20 ms, and knows how long it was kept from its next step though somebody waited. Each
+row is the harness with one part more made slow again: pages tokenised on the event loop, a search that scans.
 """
 
 import argparse
