@@ -1,7 +1,7 @@
 """How long an engine waits for the harness: PYTHONPATH=. python .ci/idle.py
 
 16 rollouts search 50,000 documents of 100 words and read pages of 500,000 characters. The engine draws a
-token for all that wait in 20 ms, and knows how long it was kept from its next step though somebody waited. Each
+token for all that wait in 20 ms, and knows how long it was kept from its next step. Each
 row is the harness with one part more made slow again: pages tokenised on the event loop, a search that scans.
 """
 
@@ -102,9 +102,8 @@ def main() -> None:
         wall = time.perf_counter() - start
         asyncio.to_thread = in_thread
         share = engine.idle / (engine.idle + engine.busy)
-        print(
-            f"{name:<28} idle share {share:.2f} (idle {engine.idle:.1f} s, busy {engine.busy:.1f} s, {wall:.1f} s)"
-        )
+        times = f"idle {engine.idle:.1f} s, busy {engine.busy:.1f} s, {wall:.1f} s in all"
+        print(f"{name:<28} idle share {share:.2f} ({times})")
 
 
 if __name__ == "__main__":

@@ -85,3 +85,17 @@ def test_the_plan_of_the_first_command(capsys):
     assert "640 to train on, 256 held out" in said
     assert "240 in 60 steps" in said
     assert train.make_config([]).dry_run is False
+
+
+def test_the_preset_of_one_gpu_runs_under_torchrun_on_a_cpu(tmp_path):
+    tasks = (ROOT / ".world/held-out.jsonl").read_text().splitlines()[:4]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(tasks))
+    (tmp_path / "a.txt").write_text("Ada hired Mira.")
+    flags = f"--preset one-gpu --engine hf --model {ROOT}/.world/compaction --tasks {tmp_path}/tasks.jsonl"
+    flags += f" --corpus {tmp_path} --out {tmp_path}/run --steps 1 --tasks-per-step 2 --group-size 2"
+    flags += " --max-turn-tokens 32 --max-turns 2"
+    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    subprocess.run([*starter, "train.py", *flags.split()], cwd=ROOT, check=True, capture_output=True)
+    (row,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert row["n"] == 4
+    assert row["engine_gap"] < 1e-4
