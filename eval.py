@@ -7,7 +7,7 @@ python eval.py --compare runs/compaction-mosaic-* runs/compaction-broadcast-*
 import asyncio
 import json
 import math
-import sys
+import runpy
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 import harness
 import mosaic
 import phi
-from harness import HfArg, Limits, Setup, expect
+from harness import HfArg, Limits, Setup, expect, require
 
 
 # ---- Trajectories as plain data ----------------------------------------------------------------------------
@@ -86,14 +86,14 @@ def evaluate(tasks, engine, chat, config, world, out, scorer=None, batch=512, wa
             lines = [describe(trajectory, chat) for trajectory in trajectories]
             harness.append_jsonl(out, lines)
         rows |= {row["id"]: row for row in lines}
-    judged = [row for row in rows.values() if row["reward"] is not None]
+    judged = [rows[task.id] for task in tasks if rows[task.id]["reward"] is not None]
     expect(judged, f"{out}: search or judge is down, no answer has a verdict")
     figures = summarise(judged)
     n, p, z = len(judged), figures["accuracy"], 1.96  # the 95 % Wilson interval of a proportion
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     figures["interval"] = [(p + z * z / (2 * n) + side) / (1 + z * z / n) for side in (-half, half)]
     limits = {name: getattr(config, name) for name in vars(Limits())}
-    return {"dropped": len(rows) - n, **figures, "limits": limits}
+    return {"dropped": len(tasks) - n, **figures, "limits": limits}
 
 
 def check_paths(model, chat, engine, config, task):
@@ -142,14 +142,15 @@ def make_config(given):
 def run(argv):
     given = harness.parse_flags(Config, argv, __doc__)
     if "show" in given or "compare" in given:  # what a person needs, and no run does
-        sys.path.insert(0, str(Path(__file__).parent / ".tools"))
-        from reading import compare, show
-
-        return compare(given["compare"]) if "compare" in given else show(given["show"], given.get("line", 0))
+        read = runpy.run_path(str(Path(__file__).parent / ".tools/reading.py"))
+        line = given.get("line", 0)
+        return read["compare"](given["compare"]) if "compare" in given else read["show"](given["show"], line)
     config = make_config(given)
     world = harness.open_world(config)
     offline = harness.WORLD / "held-out.jsonl"
     tasks = harness.load_tasks(config.tasks) if config.tasks else harness.load_tasks(offline)[: config.n]
+    if config.resume:
+        require(config, "out", config.out, "the file of answers to go on with")
     decoding = "greedy" if config.greedy else "sampled"
     out = Path(config.out) if config.out else Path(f"eval-{decoding}.jsonl")
     out.parent.mkdir(parents=True, exist_ok=True)

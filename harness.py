@@ -79,7 +79,7 @@ class Task:
 
 
 @dataclass
-class Segment:  # one linear token sequence, forwarded once; all lists but `turns` have its length T
+class Segment:  # one linear token sequence, forwarded once; in the end all but `turns` have length T
     token_ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # True where the policy drew the token
     logprobs: list[float] = field(default_factory=list)  # as drawn; 0 where not sampled
@@ -112,12 +112,12 @@ class Session:  # a span [start, stop) of a segment; what is None was not comput
 class Trajectory:  # all sessions of one attempt; the last one answers, or is where it ended
     task: Task
     reference_ids: list[int]  # the tokens of y*, for Phi
-    sessions: list[Session] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)  # as they end: a fork before who sent it
     segments: list[Segment] = field(default_factory=list)
     answer: str = ""
     reward: float | None = None  # None: search or judge was down, or an error; never trained as 0
     stop: str = ""  # answer, turns, context, truncated, malformed, infra or error
-    malformed: int = 0  # turns without an answer or a call that can be read
+    malformed: int = 0  # turns with neither an answer nor calls that can all be read
 
     def main_turns(self):
         """(segment, start, stop) of each turn of the main agent, with what it was answered."""
@@ -186,8 +186,9 @@ class Setup(Limits):  # what answers which questions, with what: further flags o
             require(self, "engine", find_spec("vllm"), "pip install vllm==0.32.0")
         if self.corpus:
             require(self, "corpus", self.tasks, "--tasks too")
-        alone = not self.search_url or (self.tasks and not self.corpus and is_allowed(self.search_url))
-        require(self, "search_url", alone, "an http address, --tasks too, and no --corpus")
+        if self.search_url:
+            alone = self.tasks and not self.corpus and re.fullmatch(ADDRESS, self.search_url)
+            require(self, "search_url", alone, "an http address, --tasks too, and no --corpus")
         require(self, "reward", self.reward in ("", *REWARDS), f"one of {', '.join(REWARDS)}")
 
 
@@ -286,6 +287,7 @@ NO_RESULT = "No result."
 SEARCH = "https://google.serper.dev/search"
 READER = "https://r.jina.ai/"
 BUSY = [408, 409, 425, 429, *range(500, 600)]  # statuses after which the same request may succeed
+ADDRESS = r"https?://[^\s@/]+(/\S*)?"
 TIMEOUT = (10, 120)  # seconds to connect, and between two packets
 MAX_BYTES = 2**22
 # Pages that hold a benchmark's answers, and addresses that climb out of the reader's own.
@@ -338,7 +340,7 @@ class Corpus:  # `search` (BM25, k1 = 1.2, b = 0.75) and `visit` of documents in
 
 
 def is_allowed(address):
-    plain = re.fullmatch(r"https?://[^\s@/]+(/\S*)?", address) and address.isprintable()
+    plain = re.fullmatch(ADDRESS, address) and address.isprintable()
     return plain and not re.search(BLOCKED, requests.utils.unquote(address).lower())
 
 
@@ -374,7 +376,7 @@ def result_lines(pairs):
 
 class Web:  # `search` by Serper's Google, `visit` by Jina's reader; their keys are in the environment
     def __init__(self, config):
-        self.config, self.docs = config, {}  # name -> text that was shown, to the end of the run
+        self.config, self.docs = config, {}  # of a Retriever: name -> text that it has shown
 
     async def search(self, query):
         what = ("search", SEARCH, self.read, "SERPER_KEY_ID", {"q": query[:1000]}, (400,), ConnectionError)
@@ -458,8 +460,8 @@ def open_world(config):
     keys += ["SERPER_KEY_ID", "JINA_API_KEYS"] if on_web else []
     missing = ", ".join(key for key in keys if not os.environ.get(key))
     expect(not missing, f"{missing}: expected in the environment; --corpus or --search-url search elsewhere")
-    if base:
-        expect(is_allowed(base), "API_BASE: expected an http address, without a key in it")
+    if name == "judge":
+        expect(re.fullmatch(ADDRESS, base), "API_BASE: expected an http address, without a key in it")
     reward = partial(judge, model=config.judge_model) if name == "judge" else REWARDS[name]
     tools = Web(config) if on_web else None
     if config.corpus:
@@ -488,7 +490,7 @@ def parse_call(text):
             given = json.loads(given, strict=False) if is_json else {keys[0]: given}
         values = [given[key] if isinstance(given[key], str | int | float) else "" for key in keys]
         texts = [str(value).strip().encode("utf-8", "replace").decode() for value in values]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return MALFORMED
     return (name, dict(zip(keys, texts))) if all(texts) else MALFORMED
 
@@ -599,7 +601,7 @@ class Chat:
 
 
 # ---- Engines -----------------------------------------------------------------------------------------------
-# An engine's draws are functions of the weights, the requests and the seed. It has four methods:
+# An engine is made of (model, config, temperature); callers set its `temperature` too. It has four methods:
 #   async generate(token_ids, max_new_tokens, stop) -> (ids with stop token, log-probs, "stop" or "length"),
 #   load_weights(pairs of name and tensor), which wakes it up, reseed(seed), and sleep(), which frees the GPU
 def load_policy(source, max_context=0, dtype=torch.float32):
@@ -660,12 +662,12 @@ class HFEngine:  # all waiting requests in one left-padded KV-cache loop; other 
         return self.sample(self.waiting)
 
     @torch.no_grad()
-    def sample(self, requests):  # B of (ids, max_new_tokens, stop) -> B of (ids, log-probs, finish reason)
-        rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in requests]
+    def sample(self, asked):  # B of (ids, max_new_tokens, stop) -> B of (ids, log-probs, finish reason)
+        rows = [torch.tensor(ids, device=self.model.device) for ids, _, _ in asked]
         tokens_BT = pad_sequence(rows, batch_first=True, padding_side="left")
         mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         cache = DynamicCache(config=self.model.config)
-        results = [([], [], "") for _ in requests]
+        results = [([], [], "") for _ in asked]
         while not all(finish for _, _, finish in results):
             # A position is the number of real tokens before it, so padding changes nothing.
             positions_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)[:, -tokens_BT.shape[1] :]
@@ -675,7 +677,7 @@ class HFEngine:  # all waiting requests in one left-padded KV-cache loop; other 
             tokens_BT = logprobs_BV.argmax(-1, keepdim=True)
             if self.temperature:
                 tokens_BT = torch.multinomial(logprobs_BV.exp(), 1, generator=self.generator)
-            drawn = zip(requests, tokens_BT[:, 0].tolist(), logprobs_BV.gather(1, tokens_BT)[:, 0].tolist())
+            drawn = zip(asked, tokens_BT[:, 0].tolist(), logprobs_BV.gather(1, tokens_BT)[:, 0].tolist())
             for k, ((_, max_new_tokens, stop), token, logprob) in enumerate(drawn):
                 ids, logprobs, finish = results[k]
                 if not finish:  # else its row goes on, and nobody looks
@@ -800,12 +802,12 @@ class Agent:  # one trajectory in the making: the coroutines that run its sessio
             # The calls of a turn run at once. What they return is appended in their order, a user turn each.
             allowed = calls[: limits.max_parallel_calls]
             results = await asyncio.gather(*[self.call(forks, *call) for call in allowed])
-            room = limits.max_response_tokens // len(allowed) - len(chat.response([]))
-            over = chat.own("\n" + PROMPTS[limits.prompts]["over"])[:room]
+            share = limits.max_response_tokens // len(allowed) - len(chat.response([]))
+            over = chat.own("\n" + PROMPTS[limits.prompts]["over"])[:share]
             for n, result in enumerate(results, 1):
                 text, session = result if isinstance(result, tuple) else (str(result), None)
                 note = over if n == len(allowed) and n < len(calls) else []
-                tokenise = partial(chat.foreign, text, room - len(note))
+                tokenise = partial(chat.foreign, text, share - len(note))
                 # A large page is tokenised in a thread, while the others go on.
                 ids = await asyncio.to_thread(tokenise) if len(text) > 50_000 else tokenise()
                 before = (index, len(segment.token_ids))
@@ -885,7 +887,7 @@ async def rollout(task, engine, tokenizer, mode="", limits=None, tools=None, jud
     """One attempt at a Task -> Trajectory, without a reward where tools or judge raise. UserError: no room.
     tokenizer: or its Chat. tools: `async search(query)` and `async visit(id)`; None: the task's documents."""
     limits = limits or Limits()
-    limits = replace(limits, mode=mode or limits.mode)
+    limits = replace(limits, mode=mode) if mode else limits
     if not tools:
         expect(task.docs, f"task {task.id!r}: expected tools, or documents of its own to search in")
         tools = Corpus(task.docs, limits.top_k)

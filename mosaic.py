@@ -1,4 +1,4 @@
-"""Mosaic's credit: every formula of the method, M1 to M12, as pure functions of tensors.
+"""Mosaic's credit: every formula of the method but Phi (M6, phi.py), as pure functions of tensors.
 
 A trajectory is a set of sessions. Broadcast GRPO gives all of them one advantage. Mosaic changes that twice:
 - at trajectory level (M3 to M5) a success with fewer sessions earns more, one that gave up early loses more;
@@ -7,7 +7,7 @@ The sum (M11) is one advantage per session, and all its tokens get it in the cli
 
 Shapes: _G trajectories of a group, _N sessions of one, _T tokens, _n any row. What has an entry per session
 is "ragged", a list of G tensors [N_i]. To M11, lists or tensors go in, statistics are in float64,
-float32 without gradient comes out, and wrong input is a ValueError. M6, the potential Phi, is in phi.py.
+float32 without gradient comes out, and wrong input is a ValueError.
 """
 
 from typing import NamedTuple
@@ -227,7 +227,7 @@ def mosaic_credit(group, config):
     return mosaic_advantage(group.rewards, group.kinds, group.gains, *rates, group.normalised)
 
 
-ADVANTAGES = {  # functions (group, config) -> ragged [N_i]; where there are turn_probs, [turns_i]
+ADVANTAGES = {  # functions (group, config) -> ragged [N_i], igpo [turns_i]; train.py gives broadcast no gains
     "mosaic": mosaic_credit,
     "broadcast": lambda group, config: broadcast_advantage(group.rewards, group.kinds),
     "igpo": lambda group, config: igpo_advantage(group.rewards, group.turn_probs),

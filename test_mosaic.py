@@ -1,5 +1,4 @@
-"""Formulas against plain loops: python -m pytest -q. The method in plain loops comes first.
-Log-probs and Phi, agents, services and whole runs are tested in .ci/tests."""
+"""Formulas against plain loops, which come first: python -m pytest -q. All else is tested in .ci/tests."""
 
 import random
 from statistics import mean, stdev

@@ -10,8 +10,8 @@ import json
 import math
 import os
 import random
+import runpy
 import shutil
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -340,7 +340,7 @@ def evaluate_held_out(run, when, step):
             out = run.out / f"{when}-{decoding}.jsonl"
             out.unlink(missing_ok=True)
             shared = (run.engine, run.chat, run.config, run.world)
-            figures = evaluation.evaluate(run.held_out, *shared, out, scorer)
+            figures = evaluation.evaluate(run.held_out, *shared, out, scorer, len(run.held_out))
             row |= figures if decoding == "sampled" else {"accuracy_greedy": figures["accuracy"]}
         from_all([])
     if RANK == 0:
@@ -355,10 +355,8 @@ def evaluate_held_out(run, when, step):
 # ---- The main loop -----------------------------------------------------------------------------------------
 def train(config):
     if config.dry_run:
-        sys.path.insert(0, str(Path(__file__).parent / ".tools"))
-        from planning import plan
-
-        return plan(config, *split_tasks(config))
+        planning = runpy.run_path(str(Path(__file__).parent / ".tools/planning.py"))
+        return planning["plan"](config, *split_tasks(config))
     run, step = set_up(config)
     if step == 0:
         save_checkpoint(run, step)

@@ -5,8 +5,12 @@ The memory of the update is computed on shapes (memory.py), for the families who
 """
 
 import os
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
 from memory import KNOWN, measure
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
