@@ -1,5 +1,5 @@
 """Memory of one micro-batch of the update, forward and backward, on GPUs, computed without any of them:
-    python .tools/memory.py 131072              # Qwen3.5-4B on 8 GPUs; or --model FOLDER --ranks 1
+    python .tools/memory.py 131072              # Qwen3.5-4B on 8 GPUs; or --ranks 1 --model FOLDER_OR_JSON
     python .tools/memory.py 131072 --on-gpu     # as if the inputs of blocks stayed on the GPU
 Shapes only: FakeTensors and a fake process group run the project's own `shard` and `forward_logprobs`. The
 kernels of a GPU (flash attention, gated delta rule, convolution) are replaced by functions that allocate and
